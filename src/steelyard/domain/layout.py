@@ -56,9 +56,7 @@ class Layout:
         return cls.from_columns(table[:, 0], table[:, 1], table[:, 2], table[:, 3], ranks=ranks)
 
     @classmethod
-    def from_columns(
-        cls, doc: IntArray, start: IntArray, length: IntArray, rank: IntArray, *, ranks: int
-    ) -> Layout:
+    def from_columns(cls, doc: IntArray, start: IntArray, length: IntArray, rank: IntArray, *, ranks: int) -> Layout:
         """As `from_shards`, from int64 columns of positive lengths."""
         if ranks < 1:
             raise UsageError(f"layout: ranks={ranks}, expected at least 1")
@@ -101,7 +99,10 @@ class Layout:
         count = len(lengths)
         zeros = np.zeros(count, dtype=np.int64)
         return cls.from_columns(
-            np.arange(count), zeros, np.array(lengths, dtype=np.int64), np.array(rank, dtype=np.int64),
+            np.arange(count),
+            zeros,
+            np.array(lengths, dtype=np.int64),
+            np.array(rank, dtype=np.int64),
             ranks=len(lengths_by_rank),
         )
 

@@ -36,9 +36,7 @@ class CATasks:
     shard: IntArray
 
     @classmethod
-    def from_columns(
-        cls, doc: IntArray, start: IntArray, end: IntArray, server: IntArray, shard: IntArray
-    ) -> CATasks:
+    def from_columns(cls, doc: IntArray, start: IntArray, end: IntArray, server: IntArray, shard: IntArray) -> CATasks:
         """Sort the columns by (shard, start) and freeze them."""
         order = np.lexsort((start, shard))
         return cls(*(int_column(c[order]) for c in (doc, start, end, server, shard)))

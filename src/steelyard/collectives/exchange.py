@@ -1,0 +1,113 @@
+"""The asynchronous exchange of rows: uneven and zero-sized all-to-all over any torch process group.
+
+Every rank of the group enters every exchange, also with nothing to send. The same code runs over gloo (CPU) and NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.collectives.progress import Point, Progress
+from steelyard.errors import PeerError
+from steelyard.observe.meter import Meter
+
+
+class Transfer:
+    """One all-to-all under way. `wait` blocks until the received rows are there."""
+
+    def __init__(self, exchange: Exchange, work: dist.Work, point: Point, send: Tensor) -> None:
+        self._exchange, self._work, self._point = exchange, work, point
+        self._send = send  # alive until the transfer has read it
+
+    def wait(self) -> None:
+        """Wait for the rows.
+
+        Raises:
+            PeerError: a rank did not take part in time, or is gone; names it and the layer.
+        """
+        exchange = self._exchange
+        with exchange.meter.span(f"wait {self._point.phase}", "wait", layer=self._point.layer):
+            try:
+                self._work.wait(timedelta(seconds=exchange.timeout_s))
+            except RuntimeError as error:
+                raise exchange.failure(self._point, error) from error
+        del self._send
+
+
+class Exchange:
+    """Starts transfers over one process group and gives failures a name.
+
+    Args:
+        group: all ranks that exchange; None with a single rank (then nothing is ever exchanged).
+        progress: publishes where this rank is; None leaves time-outs without names.
+        timeout_s: longest wait for a transfer.
+        meter: where waiting and transfer times go.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, progress: Progress | None, timeout_s: float, meter: Meter
+    ) -> None:
+        self.group, self.progress, self.timeout_s, self.meter = group, progress, timeout_s, meter
+
+    def start(
+        self,
+        send: Tensor,
+        receive: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        point: Point,
+    ) -> Transfer:
+        """Start sending `send_counts[j]` rows to each rank j and receiving `receive_counts[j]` rows from it.
+
+        Args:
+            send: (sum of send_counts, …), contiguous, rows by destination.
+            receive: (sum of receive_counts, …), contiguous, filled by source.
+
+        Raises:
+            PeerError: the group is broken.
+        """
+        assert send.is_contiguous() and receive.is_contiguous()
+        if self.progress is not None:
+            self.progress.enter(point)
+        start_s = self.meter.clock()
+        try:
+            work = dist.all_to_all_single(
+                receive, send, list(receive_counts), list(send_counts), group=self.group, async_op=True
+            )
+        except RuntimeError as error:
+            raise self.failure(point, error) from error
+        assert work is not None
+        trace = self.meter.trace
+        if trace is not None and trace.enabled:
+            bytes_sent = send.numel() * send.element_size()
+            bytes_received = receive.numel() * receive.element_size()
+
+            def note_end(_: torch.futures.Future[object]) -> None:
+                self.meter.add(
+                    point.phase,
+                    "transfer",
+                    start_s,
+                    self.meter.clock(),
+                    layer=point.layer,
+                    nano_batch=point.nano_batch,
+                    bytes_sent=bytes_sent,
+                    bytes_received=bytes_received,
+                )
+
+            work.get_future().add_done_callback(note_end)
+        return Transfer(self, work, point, send)
+
+    def failure(self, point: Point, error: BaseException) -> PeerError:
+        """The error that names who is missing at `point`."""
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        who = self.progress.explain(point) if self.progress is not None else "no progress is published"
+        return PeerError(
+            f"the exchange did not complete within {self.timeout_s:g} s ({point}): {who}. "
+            "Every rank must enter every exchange: look at the log of the rank named, or raise the time-out. "
+            f"[{reason}]"
+        )

@@ -1,0 +1,353 @@
+"""Core attention of one nano-batch, computed where the plan says: three autograd steps on one chain.
+
+`send` starts the transfer of the query, key and value rows that leave; `attend` computes the tasks that need only
+local rows, waits, computes the others and starts the way back of their outputs; `finish` waits and puts the returned
+outputs beside the local ones. The steps hand on a one-element *token*. It makes autograd reach each of them in
+backward on every rank, also on one that sends or receives nothing: without the chain the collective of the backward
+pass would be missing on that rank and the others would hang (`runtime.md`, The exchange).
+
+Autograd runs ready nodes in reverse order of creation, so a forward that interleaves two nano-batches gives a backward
+that interleaves them too, with the reverse transfers hidden in the same way.
+
+Between the passes a server keeps what it received and computed (`memory="keep"`), or drops it and the home rank sends
+it again in backward (`"resend"`: 6 instead of 4 query-sized and 3 instead of 2 key/value-sized transfers over both
+passes, and no memory for other ranks' rows in between). Both give the same gradients.
+
+Shapes: T local tokens, N query heads, K key/value heads, H head size; Q, S rows of queries and of keys/values that are
+sent or received. Keys and values travel together as (S, 2, K, H).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from steelyard.attention.interface import Backend
+from steelyard.collectives import Exchange, Point, Transfer
+from steelyard.domain.plan import DispatchTables
+from steelyard.errors import UsageError
+from steelyard.runtime.arena import Arena
+
+Memory: TypeAlias = Literal["keep", "resend"]
+
+
+@dataclass
+class Call:
+    """What one layer's attention holds between its steps; fields are filled and dropped as the steps run."""
+
+    core_attention: CoreAttention
+    layer: int
+    needs_backward: bool
+    backward_started: bool = False
+    token: Tensor | None = None
+    q_TNH: Tensor | None = None
+    k_TKH: Tensor | None = None
+    v_TKH: Tensor | None = None
+    out_TNH: Tensor | None = None
+    lse_TN: Tensor | None = None
+    q_QNH: Tensor | None = None
+    kv_S2KH: Tensor | None = None
+    out_QNH: Tensor | None = None
+    lse_QN: Tensor | None = None
+    dout_TNH: Tensor | None = None
+    dq_TNH: Tensor | None = None
+    dk_TKH: Tensor | None = None
+    dv_TKH: Tensor | None = None
+    sent: list[Tensor] = field(default_factory=list)
+    arriving: list[Tensor] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def start(self, phase: str, pairs: list[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+        """Start one transfer per (send, receive, send counts, receive counts)."""
+        core = self.core_attention
+        point = Point(phase, self.layer, core.nano_batch, core.step)
+        for send, receive, send_counts, receive_counts in pairs:
+            self.transfers.append(core.exchange.start(send, receive, send_counts, receive_counts, point))
+            self.sent.append(send)
+            self.arriving.append(receive)
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the transfers under way, give their send buffers back and return what arrived."""
+        for transfer in self.transfers:
+            transfer.wait()
+        self.core_attention.arena.release(*self.sent)
+        arrived = self.arriving
+        self.transfers, self.sent, self.arriving = [], [], []
+        return arrived
+
+
+class CoreAttention:
+    """Core attention of one nano-batch on one rank: call it, or take its three steps one by one.
+
+    Args:
+        tables: what this rank sends, receives and computes.
+        backend: the attention kernels.
+        exchange: the transfers; unused when `tables.exchanges` is False.
+        arena: lends the exchange buffers.
+        memory: what a server does with received rows between the passes.
+        nano_batch, step: named in traces and errors.
+    """
+
+    def __init__(
+        self,
+        tables: DispatchTables,
+        backend: Backend,
+        exchange: Exchange,
+        arena: Arena,
+        *,
+        memory: Memory = "keep",
+        nano_batch: int = 0,
+        step: int = 0,
+    ) -> None:
+        self.tables, self.backend, self.exchange, self.arena = tables, backend, exchange, arena
+        self.memory = memory
+        self.nano_batch, self.step = nano_batch, step
+        self.meter = exchange.meter
+        device = arena.device
+        self.q_send_rows = torch.tensor(tables.q_send_rows, device=device)
+        self.kv_send_rows = torch.tensor(tables.kv_send_rows, device=device)
+        self.q_send_counts = tables.q_send_counts.tolist()
+        self.q_receive_counts = tables.q_receive_counts.tolist()
+        self.kv_send_counts = tables.kv_send_counts.tolist()
+        self.kv_receive_counts = tables.kv_receive_counts.tolist()
+
+    def __call__(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int = 0) -> Tensor:
+        """Attention output (T, N, H) of this rank's tokens; T rows of documents packed as in the layout."""
+        call = self.send(q_TNH, k_TKH, v_TKH, layer)
+        self.attend(call)
+        return self.finish(call)
+
+    def send(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int) -> Call:
+        """Start the transfer of the rows that leave.
+
+        Raises:
+            UsageError: q, k or v do not have the rows of the layout.
+        """
+        for name, tensor in (("q", q_TNH), ("k", k_TKH), ("v", v_TKH)):
+            if tensor.dim() != 3 or tensor.shape[0] != self.tables.tokens:
+                raise UsageError(
+                    f"core attention: {name} has shape {tuple(tensor.shape)}, expected (tokens, heads, head size) with "
+                    f"{self.tables.tokens} tokens, as the plan of this nano-batch says; were the documents changed "
+                    "after planning?"
+                )
+        needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q_TNH, k_TKH, v_TKH))
+        call = Call(self, layer, needs_backward)
+        call.token = cast(Tensor, _Send.apply(call, q_TNH, k_TKH, v_TKH))  # type: ignore[no-untyped-call]
+        return call
+
+    def attend(self, call: Call) -> None:
+        """Compute this server's tasks and start the outputs' way back."""
+        call.token = cast(Tensor, _Attend.apply(call, call.token))  # type: ignore[no-untyped-call]
+
+    def finish(self, call: Call) -> Tensor:
+        """Wait for the outputs that were computed elsewhere; all outputs (T, N, H) of this rank's tokens."""
+        token, call.token = call.token, None
+        return cast(Tensor, _Finish.apply(call, token))  # type: ignore[no-untyped-call]
+
+
+def _stores(call: Call) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """(q, k, v) as the kernels take them, each [own rows, received rows]; no received rows before they are there."""
+    q, k, v = call.q_TNH, call.k_TKH, call.v_TKH
+    assert q is not None and k is not None and v is not None
+    if call.q_QNH is None or call.kv_S2KH is None:
+        return [q, q[:0]], [k, k[:0]], [v, v[:0]]
+    return [q, call.q_QNH], [k, call.kv_S2KH[:, 0]], [v, call.kv_S2KH[:, 1]]
+
+
+_Pending: TypeAlias = tuple[Tensor, Tensor, list[int], list[int]]
+"""What `Call.start` takes: send, receive, rows to each peer, rows from each peer."""
+
+
+def _query_transfer(core: CoreAttention, rows_TX: Tensor) -> _Pending:
+    """The rows of queries that leave, out of any tensor with one row per local token."""
+    send = core.arena.acquire((len(core.q_send_rows), *rows_TX.shape[1:]), rows_TX.dtype)
+    receive = core.arena.acquire((core.tables.q_received, *rows_TX.shape[1:]), rows_TX.dtype)
+    torch.index_select(rows_TX, 0, core.q_send_rows, out=send)
+    return send, receive, core.q_send_counts, core.q_receive_counts
+
+
+def _return_transfer(core: CoreAttention, rows_QX: Tensor) -> _Pending:
+    """One row per received query on its way home."""
+    back = core.arena.acquire((len(core.q_send_rows), *rows_QX.shape[1:]), rows_QX.dtype)
+    return rows_QX, back, core.q_receive_counts, core.q_send_counts
+
+
+def _query_key_value_transfers(call: Call) -> list[_Pending]:
+    """Queries, and keys with values, on their way to the servers."""
+    core, q, k, v = call.core_attention, call.q_TNH, call.k_TKH, call.v_TKH
+    assert q is not None and k is not None and v is not None
+    kv_send = core.arena.acquire((len(core.kv_send_rows), 2, *k.shape[1:]), k.dtype)
+    kv_receive = core.arena.acquire((core.tables.kv_received, 2, *k.shape[1:]), k.dtype)
+    kv_send[:, 0] = k.index_select(0, core.kv_send_rows)
+    kv_send[:, 1] = v.index_select(0, core.kv_send_rows)
+    return [_query_transfer(core, q), (kv_send, kv_receive, core.kv_send_counts, core.kv_receive_counts)]
+
+
+class _Send(Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        core = call.core_attention
+        ctx.call, ctx.kv_dtype = call, k_TKH.dtype
+        call.q_TNH, call.k_TKH, call.v_TKH = q_TNH.detach(), k_TKH.detach(), v_TKH.detach()
+        if core.tables.exchanges:
+            call.start("dispatch", _query_key_value_transfers(call))
+        return q_TNH.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        call: Call = ctx.call
+        core = call.core_attention
+        dq, dk, dv = call.dq_TNH, call.dk_TKH, call.dv_TKH
+        assert dq is not None and dk is not None and dv is not None
+        if core.tables.exchanges:
+            dq_back, dkv_back = call.wait()
+            dq.index_copy_(0, core.q_send_rows, dq_back)
+            # One peer after the other: within a peer rows are unique, so the order of sums is fixed.
+            first = 0
+            for count in core.kv_send_counts:
+                if count:
+                    rows, part = core.kv_send_rows[first : first + count], dkv_back[first : first + count]
+                    dk.index_add_(0, rows, part[:, 0].to(dk.dtype))
+                    dv.index_add_(0, rows, part[:, 1].to(dv.dtype))
+                    first += count
+            core.arena.release(dq_back, dkv_back)
+        call.dq_TNH = call.dk_TKH = call.dv_TKH = None
+        return None, dq, dk.to(ctx.kv_dtype), dv.to(ctx.kv_dtype)
+
+
+class _Attend(Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, token: Tensor) -> Tensor:
+        core = call.core_attention
+        ctx.call = call
+        tables, backend, meter, arena = core.tables, core.backend, core.meter, core.arena
+        q = call.q_TNH
+        assert q is not None
+        lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        call.out_TNH = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        call.lse_TN = torch.empty(q.shape[:2], dtype=lse_dtype, device=q.device)
+        nothing = (call.out_TNH[:0], call.lse_TN[:0])
+        with meter.span("local tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
+            stores = _stores(call)
+            backend.forward(tables.local_tasks, *stores, [call.out_TNH, nothing[0]], [call.lse_TN, nothing[1]])
+        if tables.exchanges:
+            call.q_QNH, call.kv_S2KH = call.wait()
+            call.out_QNH = arena.acquire(tuple(call.q_QNH.shape), q.dtype)
+            call.lse_QN = arena.acquire(tuple(call.q_QNH.shape[:2]), lse_dtype)
+            with meter.span("received tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
+                stores = _stores(call)
+                backend.forward(
+                    tables.received_tasks, *stores, [call.out_TNH, call.out_QNH], [call.lse_TN, call.lse_QN]
+                )
+            returning = [call.out_QNH]
+            if call.needs_backward and core.memory == "resend":
+                returning.append(call.lse_QN)
+            call.start("return", [_return_transfer(core, rows) for rows in returning])
+        return token.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor]:
+        call: Call = ctx.call
+        core = call.core_attention
+        tables, backend, meter, arena = core.tables, core.backend, core.meter, core.arena
+        q, k, out, lse, dout = call.q_TNH, call.k_TKH, call.out_TNH, call.lse_TN, call.dout_TNH
+        assert q is not None and k is not None and out is not None and lse is not None and dout is not None
+        sum_dtype = torch.promote_types(k.dtype, torch.float32)
+        call.dq_TNH = torch.empty_like(q, memory_format=torch.contiguous_format)
+        call.dk_TKH = torch.zeros(k.shape, dtype=sum_dtype, device=k.device)
+        call.dv_TKH = torch.zeros(k.shape, dtype=sum_dtype, device=k.device)
+        dq, dk, dv = call.dq_TNH, call.dk_TKH, call.dv_TKH
+        with meter.span("local tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
+            stores = _stores(call)
+            backend.backward(
+                tables.local_tasks, [dout, dout[:0]], *stores, [out, out[:0]], [lse, lse[:0]],
+                [dq, dq[:0]], [dk, dk[:0]], [dv, dv[:0]],
+            )  # fmt: skip
+        if tables.exchanges:
+            dout_QNH, *again = call.wait()
+            if again:
+                call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN = again
+            assert call.q_QNH is not None and call.kv_S2KH is not None
+            assert call.out_QNH is not None and call.lse_QN is not None
+            dq_QNH = arena.acquire(tuple(call.q_QNH.shape), q.dtype)
+            dkv_S2KH = arena.acquire(tuple(call.kv_S2KH.shape), sum_dtype).zero_()
+            with meter.span("received tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
+                stores = _stores(call)
+                backend.backward(
+                    tables.received_tasks, [dout, dout_QNH], *stores, [out, call.out_QNH], [lse, call.lse_QN],
+                    [dq, dq_QNH], [dk, dkv_S2KH[:, 0]], [dv, dkv_S2KH[:, 1]],
+                )  # fmt: skip
+            arena.release(dout_QNH, call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN)
+            dkv_send = dkv_S2KH
+            if sum_dtype != k.dtype:
+                dkv_send = arena.acquire(tuple(dkv_S2KH.shape), k.dtype).copy_(dkv_S2KH)
+                arena.release(dkv_S2KH)
+            dkv_back = arena.acquire((len(core.kv_send_rows), 2, *k.shape[1:]), k.dtype)
+            call.start(
+                "gradient return",
+                [
+                    _return_transfer(core, dq_QNH),
+                    (dkv_send, dkv_back, core.kv_receive_counts, core.kv_send_counts),
+                ],
+            )
+        call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = call.dout_TNH = None
+        call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
+        return None, dtoken.new_zeros(1)
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, token: Tensor) -> Tensor:
+        core = call.core_attention
+        ctx.call = call
+        out = call.out_TNH
+        assert out is not None and call.q_TNH is not None
+        received: tuple[Tensor | None, ...] = (None, None, None, None)
+        if core.tables.exchanges:
+            # What was sent home is this server's own output, which backward may read: `wait` must not give it back.
+            call.sent.clear()
+            out_back, *lse_back = call.wait()
+            out.index_copy_(0, core.q_send_rows, out_back)
+            core.arena.release(out_back)
+            received = (call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN)
+            if lse_back:
+                assert call.lse_TN is not None
+                call.lse_TN.index_copy_(0, core.q_send_rows, lse_back[0])
+                core.arena.release(*lse_back, *received)
+                received = (None, None, None, None)
+        if call.needs_backward:
+            # Through save_for_backward: torch then checks in-place changes and honours saved-tensor hooks.
+            ctx.save_for_backward(call.q_TNH, call.k_TKH, call.v_TKH, out, call.lse_TN, *received)
+        else:
+            core.arena.release(*received)
+        call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = None
+        call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout_TNH: Tensor) -> tuple[None, Tensor]:
+        call: Call = ctx.call
+        core = call.core_attention
+        if call.backward_started:
+            raise UsageError(
+                "core attention: backward ran twice through the same forward (retain_graph=True?); its exchange buffers "
+                "are given back after the first time, so run forward again"
+            )
+        call.backward_started = True
+        (
+            call.q_TNH, call.k_TKH, call.v_TKH, call.out_TNH, call.lse_TN,
+            call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN,
+        ) = ctx.saved_tensors  # fmt: skip
+        call.dout_TNH = dout_TNH if dout_TNH.stride(-1) == 1 else dout_TNH.contiguous()
+        if core.tables.exchanges:
+            transfers = [_query_transfer(core, call.dout_TNH)]
+            if call.q_QNH is None:
+                assert call.out_TNH is not None and call.lse_TN is not None
+                transfers += _query_key_value_transfers(call)
+                transfers += [_query_transfer(core, call.out_TNH), _query_transfer(core, call.lse_TN)]
+            call.start("gradient dispatch", transfers)
+        return None, dout_TNH.new_zeros(1)

@@ -1,0 +1,263 @@
+"""Functions that run on the pool's workers: one rank's part of a multi-process test.
+
+Shape suffixes as in `runtime.dispatch`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard.balance import Balancer
+from steelyard.collectives import Exchange, Transfer
+from steelyard.domain.layout import Layout
+from steelyard.domain.shapes import AttentionShape
+from steelyard.errors import PeerError
+from steelyard.model.config import ModelConfig
+from steelyard.model.transformer import Decoder
+from steelyard.observe.meter import Meter
+from steelyard.observe.trace import Span, Trace
+from steelyard.planner.checks import verify
+from steelyard.runtime import ping_pong
+from steelyard.runtime.step import NanoBatch
+
+SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, element_bytes=4)
+
+
+def qkv_of(layout: Layout, rank: int, dtype: torch.dtype, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
+    """This rank's rows of random q, k, v and dout that do not depend on the layout: one generator per document."""
+    parts: list[list[torch.Tensor]] = [[], [], [], []]
+    sizes = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    for shard in layout:
+        if shard.rank != rank:
+            continue
+        generator = torch.Generator().manual_seed(1000 + shard.doc)
+        for part, heads in zip(parts, sizes, strict=True):
+            whole = torch.randn(
+                int(layout.doc_lengths[shard.doc]), heads, shape.head_dim, generator=generator, dtype=dtype
+            )
+            part.append(whole[shard.start : shard.start + shard.length])
+    return tuple(
+        torch.cat(part) if part else torch.zeros(0, heads, shape.head_dim, dtype=dtype)
+        for part, heads in zip(parts, sizes, strict=True)
+    )
+
+
+def attention_of_layout(
+    rank: int,
+    ranks: int,
+    group: dist.ProcessGroup,
+    shards: Sequence[tuple[int, int, int, int]],
+    dtype: torch.dtype,
+    policy: str,
+    tolerance: float,
+    backend: str,
+    layers: int = 1,
+    memory: str = "keep",
+    window: int | None = None,
+) -> dict[str, Any]:
+    """Core attention and its gradients of one layout on this rank, with the order of its collectives."""
+    layout = Layout.from_shards(shards, ranks)
+    trace = Trace(rank)
+    balancer = Balancer(
+        group if ranks > 1 else None, shape=SHAPE, tolerance=tolerance, policy=policy, backend=backend, dtype=dtype,
+        planning_group=group, timeout_s=30, meter=Meter(trace), memory=memory, window=window,
+    )  # fmt: skip
+    q, k, v, dout = qkv_of(layout, rank, dtype, SHAPE)
+    for tensor in (q, k, v):
+        tensor.requires_grad_(True)
+    nano = balancer.plan_layout(layout)
+    attention = balancer.core_attention(nano)
+    out = q
+    for layer in range(layers):
+        out = attention(out, k, v, layer)
+    (out * dout).sum().backward()
+    for tensor in (q, k, v):
+        assert tensor.grad is not None
+    return {
+        "out": out.detach().numpy(),
+        "dq": q.grad.numpy(),
+        "dk": k.grad.numpy(),
+        "dv": v.grad.numpy(),
+        "work": nano.work_by_server,
+        "sent": (int(nano.tables.q_send_counts.sum()), int(nano.tables.kv_send_counts.sum())),
+        "received": (nano.tables.q_received, nano.tables.kv_received),
+        "allocations": balancer.arena.allocations,
+        "bytes": {
+            phase: (sum(s.args["bytes_sent"] for s in spans), sum(s.args["bytes_received"] for s in spans))
+            for phase, spans in spans_by_phase(trace).items()
+        },
+        "report": verify(nano.plan),
+    }
+
+
+def spans_by_phase(trace: Trace) -> dict[str, list[Span]]:
+    """The transfers on record, once all of them are (an end is noted on another thread)."""
+    phases: dict[str, list[Span]] = {}
+    for span in trace.spans:
+        if span.track == "transfer":
+            phases.setdefault(span.name, []).append(span)
+    return phases
+
+
+def arena_growth(rank: int, ranks: int, group: dist.ProcessGroup, lengths: Sequence[int], steps: int) -> list[int]:
+    """New allocations per step, when each step holds the documents in another order and a little shorter."""
+    balancer = Balancer(group, shape=SHAPE, tolerance=0.02, planning_group=group, timeout_s=30)
+    growth, before = [], 0
+    for step in range(steps):
+        layout = Layout.from_doc_lengths([[lengths[0] - step % 3, *lengths[1 : 1 + step % 2]], list(lengths[1:])])
+        q, k, v, dout = qkv_of(layout, rank, torch.float32, SHAPE)
+        for tensor in (q, k, v):
+            tensor.requires_grad_(True)
+        attention = balancer.core_attention(balancer.plan_layout(layout))
+        out = q
+        for layer in range(3):
+            out = attention(out, k, v, layer)
+        (out * dout).sum().backward()
+        growth.append(balancer.arena.allocations - before)
+        before = balancer.arena.allocations
+    return growth
+
+
+def _failing_attention(rank: int, group: dist.ProcessGroup, layers: int) -> dict[str, Any]:
+    layout = Layout.from_doc_lengths([[24], [8]])
+    balancer = Balancer(
+        group, shape=SHAPE, tolerance=0.0, planning_group=group, timeout_s=2.0, progress_period_s=0.2,
+        store=dist.PrefixStore("failing", dist.distributed_c10d._get_default_store()),
+    )  # fmt: skip
+    q, k, v, _ = qkv_of(layout, rank, torch.float32, SHAPE)
+    attention = balancer.core_attention(balancer.plan_layout(layout))
+    start_s = time.monotonic()
+    try:
+        for layer in range(layers):
+            if rank == 1 and layer == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            attention(q, k, v, layer)
+    except PeerError as error:
+        return {"type": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start_s}
+    finally:
+        balancer.close()
+    return {"type": "none", "message": "", "seconds": 0.0}
+
+
+def meet_a_missing_peer(rank: int, ranks: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Rank 1 is killed before layer 1; rank 0 must say so."""
+    return _failing_attention(rank, group, 2)
+
+
+def reach_attention_alone(rank: int, ranks: int, group: dist.ProcessGroup) -> dict[str, Any] | str:
+    """Only rank 0 calls attention; rank 1 has made its balancer and is busy elsewhere."""
+    if rank == 0:
+        return _failing_attention(rank, group, 1)
+    balancer = Balancer(
+        group, shape=SHAPE, planning_group=group, timeout_s=2.0, progress_period_s=0.2,
+        store=dist.PrefixStore("failing", dist.distributed_c10d._get_default_store()),
+    )  # fmt: skip
+    time.sleep(5)
+    balancer.close()
+    return "elsewhere"
+
+
+def wrong_rows(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """q has one row more than the plan."""
+    balancer = Balancer(None, shape=SHAPE)
+    attention = balancer.core_attention(balancer.plan_layout(Layout.from_doc_lengths([[8]])))
+    attention(torch.zeros(9, 4, 8), torch.zeros(9, 2, 8), torch.zeros(9, 2, 8))
+
+
+MODEL = ModelConfig(vocab_size=61, hidden_size=32, layers=3, heads=4, kv_heads=2, ffn_size=64, max_positions=64)
+
+
+def decoder_of(
+    config: ModelConfig = MODEL, dtype: torch.dtype = torch.float32, checkpoint_token_wise: bool = False
+) -> Decoder:
+    """The same small model on every rank."""
+    decoder = Decoder(config, checkpoint_token_wise=checkpoint_token_wise).to(dtype)
+    decoder.init_weights(torch.Generator().manual_seed(7))
+    return decoder
+
+
+def chunk_of(lengths: Sequence[int], first_doc: int, vocab_size: int = 61) -> tuple[torch.Tensor, ...]:
+    """tokens, positions, labels of packed documents whose tokens depend on their number only."""
+    tokens, positions, labels = [], [], []
+    for i, length in enumerate(lengths):
+        doc = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(first_doc + i))
+        tokens.append(doc)
+        positions.append(torch.arange(length))
+        labels.append(torch.cat([doc[1:], torch.full((1,), -100)])[:length])
+    if not tokens:
+        return (torch.zeros(0, dtype=torch.int64),) * 3
+    return torch.cat(tokens), torch.cat(positions), torch.cat(labels)
+
+
+def recorded(exchange: Exchange) -> list[str]:
+    """Wrap `exchange.start` so that it notes the order of collectives on this rank."""
+    order: list[str] = []
+    start = exchange.start
+
+    def start_and_note(*args: Any) -> Transfer:
+        point = args[-1]
+        order.append(f"{point.phase} layer {point.layer} nano {point.nano_batch}")
+        return start(*args)
+
+    exchange.start = start_and_note  # type: ignore[method-assign]
+    return order
+
+
+def train_step(
+    rank: int,
+    ranks: int,
+    group: dist.ProcessGroup,
+    lengths: Sequence[Sequence[Sequence[int]]],
+    policy: str,
+    together: bool,
+    dtype: torch.dtype = torch.float32,
+    config: ModelConfig = MODEL,
+    checkpoint_token_wise: bool = False,
+    memory: str = "keep",
+) -> dict[str, Any]:
+    """Loss and all gradients, summed over ranks, of one step; `lengths[nano][rank]` are document lengths, None where
+    that rank has run out of chunks.
+
+    `together` walks all nano-batches at once (ping-pong), otherwise one after the other.
+    """
+    decoder = decoder_of(config, dtype, checkpoint_token_wise)
+    trace = Trace(rank)
+    balancer = Balancer(
+        group if ranks > 1 else None, shape=config.attention_shape(4), tolerance=0.0, policy=policy, dtype=dtype,
+        planning_group=group, timeout_s=30, meter=Meter(trace), memory=memory,
+    )  # fmt: skip
+    order = recorded(balancer.exchange)
+    own_lengths = [per_rank[rank] for per_rank in lengths if per_rank[rank] is not None]
+    step = balancer.plan(own_lengths)
+    nano_batches = []
+    for index, nano in enumerate(step.nano_batches):
+        first_doc = 1000 * index + sum(len(own or []) for own in lengths[index][:rank])
+        tokens, positions, labels = chunk_of(lengths[index][rank] or [], first_doc)
+        nano_batches.append(NanoBatch(tokens, positions, labels, balancer.core_attention(nano)))
+    if together:
+        loss = ping_pong.forward(decoder, nano_batches)
+        loss.backward()
+    else:
+        loss = torch.zeros(())
+        for nano in nano_batches:
+            part = ping_pong.forward(decoder, [nano])
+            part.backward()
+            loss = loss + part.detach()
+    loss = loss.detach().double()
+    gradients = {name: parameter.grad.double() for name, parameter in decoder.named_parameters()}
+    if ranks > 1:
+        for tensor in (loss, *gradients.values()):
+            dist.all_reduce(tensor, group=group)
+    return {
+        "loss": float(loss),
+        "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
+        "order": order,
+        "spans": [(s.name, s.track, s.start_s, s.end_s, dict(s.args)) for s in trace.take()],
+    }
