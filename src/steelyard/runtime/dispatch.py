@@ -334,8 +334,8 @@ class _Finish(Function):
         core = call.core_attention
         if call.backward_started:
             raise UsageError(
-                "core attention: backward ran twice through the same forward (retain_graph=True?); its exchange buffers "
-                "are given back after the first time, so run forward again"
+                "core attention: backward ran twice through the same forward (retain_graph=True?); its exchange "
+                "buffers are given back after the first time, so run forward again"
             )
         call.backward_started = True
         (
