@@ -1,0 +1,124 @@
+"""Work of each rank, before and after balancing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from steelyard.errors import UsageError
+from steelyard.plots.style import ATTENTION, IDLE, INK, MUTED, TOKEN_WISE, horizontal_grid, picture
+
+_LABELLED_RANKS = 12
+"""With more ranks than this, numbers above the bars would touch; only the largest keeps its own."""
+
+
+def work_per_rank(
+    path: str | Path,
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    share: Sequence[float] | None = None,
+    token_wise: Sequence[float] | None = None,
+    names: tuple[str, str] = ("packed", "balanced"),
+    title: str | None = None,
+    note: str = "",
+) -> None:
+    """Draw the core-attention work of every rank before and after balancing, side by side on one scale.
+
+    Bars are in multiples of the mean, so any unit of work will do; the pale part above a bar is how long its rank waits
+    for the busiest.
+
+    Args:
+        before, after: work of each rank, in one unit (pairs or seconds).
+        share: a rank's fair part of the work, where ranks are not equally fast; None: the mean.
+        token_wise: work of the token-wise layers of each rank, in the same unit, drawn below; None: left out.
+        names: of the two panels.
+
+    Raises:
+        UsageError: no rank, or columns of different lengths, or no work at all.
+    """
+    attention = [np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)]
+    ranks = len(attention[0])
+    base = np.zeros(ranks) if token_wise is None else np.asarray(token_wise, dtype=np.float64)
+    if not ranks or len(attention[1]) != ranks or len(base) != ranks or (share is not None and len(share) != ranks):
+        raise UsageError(
+            f"work per rank: {ranks} ranks before, {len(attention[1])} after, "
+            f"{len(base)} token-wise; expected one figure for each rank, the same number in all"
+        )
+    fair = np.full(ranks, attention[0].mean()) if share is None else np.asarray(share, dtype=np.float64)
+    fair = fair + base
+    if not np.all(fair > 0):
+        raise UsageError("work per rank: a rank's fair share of the work is 0; expected some work for each")
+    heights = [(a / fair, base / fair) for a in attention]
+    totals = [a + b for a, b in heights]
+    top = max(float(t.max()) for t in totals)
+    if title is None:
+        most = [float(t.max()) for t in totals]
+        title = (
+            f"{names[0].capitalize()}, the busiest rank has {most[0]:.2f}× the mean work; {names[1]}, {most[1]:.2f}×"
+        )
+    with picture(path, height_in=4.2, title=title, note=note) as figure:
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, name, (work, below), total in zip(panels, names, heights, totals, strict=True):
+            _draw_panel(axes, work, below, total)
+            waiting = 1 - total.mean() / total.max()
+            time = "attention time" if token_wise is None else "device time"
+            axes.set_title(f"{name}: {waiting:.0%} of {time} is waiting", loc="left", pad=8)
+            axes.set_ylim(0, top * 1.14)
+        panels[0].set_ylabel("work of the rank, × mean")
+        _legend(panels[1], with_base=token_wise is not None)
+        figure.align_ylabels()
+
+
+def _draw_panel(
+    axes: Axes, work: npt.NDArray[np.float64], below: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
+) -> None:
+    ranks = len(work)
+    x = np.arange(ranks)
+    width = 0.62 if ranks <= 4 else 0.8 if ranks <= 32 else 1.0
+    highest = float(total.max())
+    axes.bar(x, highest - total, width, bottom=total, color=IDLE, linewidth=0)
+    axes.bar(x, below, width, color=TOKEN_WISE, linewidth=0)
+    axes.bar(x, work, width, bottom=below, color=ATTENTION, linewidth=0)
+    axes.axhline(1.0, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
+    sign = "×" if ranks <= 4 or ranks > _LABELLED_RANKS else ""
+    for i in x if ranks <= _LABELLED_RANKS else [int(total.argmax())]:
+        busiest = total[i] == highest
+        on_pale = highest - total[i] > 0.1 * highest
+        axes.annotate(
+            f"{total[i]:.2f}{sign}",
+            (i, total[i]),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            color=INK,
+            fontweight="bold" if busiest else "normal",
+            zorder=4,
+            bbox={"facecolor": IDLE if on_pale else "white", "edgecolor": "none", "pad": 1.2},
+        )
+    horizontal_grid(axes)
+    axes.set_xlabel("rank")
+    axes.set_xlim(-0.5 - (0.4 if ranks <= 4 else 0.1), ranks - 0.5 + (0.4 if ranks <= 4 else 0.1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(ranks, 9) if ranks > 12 else ranks + 1))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}" if 0 <= value < ranks else ""))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+
+
+def _legend(axes: Axes, *, with_base: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [Patch(color=ATTENTION, label="core attention")]
+    if with_base:
+        handles.append(Patch(color=TOKEN_WISE, label="token-wise layers"))
+    handles.append(Patch(color=IDLE, label="waiting for the busiest rank"))
+    handles.append(Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label="mean"))
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), labelcolor=MUTED)
