@@ -1,0 +1,1 @@
+"""The command `steelyard`: parses, calls one function, prints. Decides nothing."""

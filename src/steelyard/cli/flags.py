@@ -1,0 +1,118 @@
+"""Command-line flags over frozen dataclasses: tyro parses and writes the help; its error boxes become our one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import tyro
+
+from steelyard.errors import UsageError
+from steelyard.settings import nearest, terminal_columns
+
+FlagsT = TypeVar("FlagsT")
+
+Flatten = tyro.conf.arg(name="")
+"""Metadata of a dataclass field whose own fields become flags without its name before them."""
+
+Switch: TypeAlias = tyro.conf.FlagCreatePairsOff[bool]
+"""A flag that is off unless given, without a `--no-` twin."""
+
+_SWITCH = typing.get_args(Switch)[1]
+_POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
+
+
+def parse_flags(
+    cls: type[FlagsT], argv: Sequence[str], *, prog: str, description: str, default: FlagsT | None = None
+) -> FlagsT:
+    """Fill `cls` from the arguments of a command.
+
+    Args:
+        default: values of the flags that are not given; needed where a field has no default and is no flag of one
+            value (a tuple of dataclasses).
+
+    Raises:
+        UsageError: a flag is unknown, missing or of the wrong type; names the nearest flag that exists.
+        SystemExit: with code 0, after `--help`.
+    """
+    given: dict[str, Any] = {"prog": prog, "description": description, "config": (tyro.conf.AvoidSubcommands,)}
+    if default is not None:
+        given["default"] = default
+    cli: Callable[..., FlagsT] = tyro.cli  # its overloads cannot say "with a default or without"
+    if any(a in ("-h", "--help") for a in argv):
+        cli(cls, args=["--help"], **given)
+    _refuse_unknown(argv, sorted(flag_names(cls, default)), prog)
+    errors = io.StringIO()
+    try:
+        # Wide, so that no line of tyro's box is broken; a path must come out of it in one piece.
+        with terminal_columns(100_000), contextlib.redirect_stderr(errors):
+            return cli(cls, args=list(argv), **given)
+    except SystemExit as request:
+        raise UsageError(f"{_message_of(errors.getvalue())}; see {prog} --help") from request
+
+
+def flag_names(cls: Any, default: Any = None, prefix: str = "") -> Iterator[str]:
+    """Every flag that `cls` has, as `--optimizer.learning-rate`; of a tuple of dataclasses those of its default."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for f in dataclasses.fields(cls):
+        hint, metadata = hints[f.name], ()
+        if typing.get_origin(hint) is Annotated:
+            hint, *rest = typing.get_args(hint)
+            metadata = tuple(rest)
+        value = getattr(default, f.name, None)
+        name = "" if Flatten in metadata else f.name.replace("_", "-")
+        dotted = f"{prefix}.{name}".strip(".")
+        if dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(value):
+            yield from flag_names(hint if dataclasses.is_dataclass(hint) else type(value), value, dotted)
+        elif isinstance(value, (tuple, list)) and value and dataclasses.is_dataclass(value[0]):
+            for i, item in enumerate(value):
+                yield from flag_names(type(item), item, f"{dotted}.{i}")
+        elif _POSITIONAL not in metadata:
+            yield f"--{dotted}"
+            if hint is bool and _SWITCH not in metadata:
+                head, _, last = dotted.rpartition(".")
+                yield f"--{head}.no-{last}" if head else f"--no-{last}"
+
+
+def _refuse_unknown(argv: Sequence[str], known: Sequence[str], prog: str) -> None:
+    """Unknown flags are found before tyro sees them: it would first complain of what they leave missing."""
+    for argument in argv:
+        if argument == "--":
+            return
+        flag = argument.partition("=")[0].replace("_", "-")
+        if argument.startswith("--") and flag not in known:
+            close = nearest(flag, known) or next((k for k in known if k.rpartition(".")[2] == flag.strip("-")), None)
+            raise UsageError(f"unknown flag {flag}; " + (f"did you mean {close}?" if close else f"see {prog} --help"))
+
+
+def _message_of(box: str) -> str:
+    """The text of a tyro error box between its title and its first rule, in one line."""
+    blocks: list[list[str]] = [[]]
+    for line in box.splitlines():
+        text = line.strip(" │")
+        if re.fullmatch(r"[─-]{3,}", text):
+            blocks.append([])
+        elif not text.startswith(("╭", "╰")):
+            blocks[-1].extend(text.split())
+    # Where stdout is not UTF-8 the box has no frame, and its title is a block of its own.
+    words = blocks[0] if "╭" in box or len(blocks) == 1 else blocks[1]
+    message = " ".join(words).removesuffix(".").removesuffix(" (required)") or "the flags could not be read"
+    for pattern, replacement in _PLAINER:
+        message = re.sub(pattern, replacement, message)
+    return message
+
+
+_PLAINER = (
+    (r"^Missing from [^:]*: ", "missing "),
+    (r"^Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 \2: expected a whole number"),
+    (r"^Error parsing (\S+): could not convert string to float: (.*)", r"\1 \2: expected a number"),
+    (r"^Error parsing [a-z_][\w.]*: ", ""),  # a dataclass refused its values, and says itself which
+    (r"^Error parsing (\S+): ", r"\1: "),
+    (r"^Unrecognized options: ", "unknown argument "),
+)
+"""tyro's and Python's words for what went wrong, and ours."""
