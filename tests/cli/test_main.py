@@ -4,7 +4,6 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,18 +137,13 @@ ENVIRONMENT = {
 }
 
 
-def test_as_a_process_help_is_quick_and_imports_little() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from steelyard.cli.main import main; code = main(['--help']); "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'tyro', 'rich', 'matplotlib'}), code)"
     )
-    times_s = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
-        times_s.append(time.perf_counter() - start_s)
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 0"
-    assert min(times_s) < 0.3
 
 
 def test_output_survives_a_stream_that_cannot_show_it(tmp_path: Path) -> None:
