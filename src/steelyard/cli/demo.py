@@ -15,9 +15,9 @@ from steelyard.cli.output import command_output
 from steelyard.train.demo_config import DemoConfig, demo_files
 
 DESCRIPTION = """\
-Trains a small Llama-type model on real documents, the installed Python's own source files, on this machine: no download,
-no GPU. Every batch runs twice from the same parameters, as packed and with core attention balanced over the processes,
-and the two are compared. Writes two pictures, a Perfetto trace and all figures."""
+Trains a small Llama-type model on real documents, the installed Python's own source files, on this machine: no
+download, no GPU. Every batch runs twice from the same parameters, as packed and with core attention balanced over the
+processes, and the two are compared. Writes two pictures, a Perfetto trace and all figures."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DemoFlags:
 
 def run(argv: Sequence[str], *, debug: bool = False) -> int:
     flags = parse_flags(DemoFlags, argv, prog="steelyard demo", description=DESCRIPTION)
-    from steelyard.train.launch import run_demo  # torch: not for --help or a wrong flag
+    from steelyard.train.demo_worker import run_demo  # torch: not for --help or a wrong flag
 
     with command_output(as_json=flags.json) as output:
         record = run_demo(flags.demo, debug=debug)
