@@ -19,6 +19,7 @@ from steelyard.model.config import ModelConfig
 from steelyard.model.weights import load_hf
 from steelyard.observe.records import read_records
 from steelyard.settings import load_toml
+from steelyard.train.checkpoint import complete_checkpoints
 from steelyard.train.config import CheckpointConfig, EvalConfig, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from steelyard.train.launch import _cause, train
 
@@ -88,6 +89,12 @@ def test_resuming_another_model_or_other_data_is_refused(config: TrainConfig) ->
     never = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="never"), steps=3)
     with pytest.raises(UsageError, match="holds 1 checkpoints of an earlier run"):
         train(never, ranks=1)
+    further = dataclasses.replace(config, steps=3)
+    assert train(further, ranks=1) == 0
+    older, newest = complete_checkpoints(config.checkpoint_dir)
+    back = dataclasses.replace(further, checkpoint=dataclasses.replace(config.checkpoint, resume=str(older)), steps=4)
+    with pytest.raises(UsageError, match=f"is older than {newest.name}"):
+        train(back, ranks=1)
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"tied": True}, {"fsdp2": True}, {"from_hf": True}])

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from steelyard.attention.interface import FAST_DEVICES
 from steelyard.balance import Balancer, NanoBatchPlan
 from steelyard.data.packing import Chunk
 from steelyard.data.stream import ChunkStream
 from steelyard.domain.arrays import IntArray
+from steelyard.errors import UsageError
 from steelyard.model.config import ModelConfig
 from steelyard.model.transformer import Decoder
 from steelyard.model.weights import load_hf
@@ -107,9 +109,11 @@ def process_groups(settings: ProcessSettings, device: torch.device, timeout_s: f
     dist.destroy_process_group()
 
 
-def choose_device(settings: ProcessSettings) -> torch.device:
-    """This rank's GPU, or the CPU with its part of the cores as threads."""
-    if torch.cuda.is_available():
+def choose_device(settings: ProcessSettings, asked: str) -> torch.device:
+    """This rank's GPU, or the CPU with its part of the cores as threads. See `TrainConfig.device`."""
+    if uses_gpu(asked):
+        if not torch.cuda.is_available():
+            raise UsageError('device="cuda", but torch finds no GPU; set device to "auto" or "cpu"')
         device = torch.device("cuda", settings.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -117,6 +121,11 @@ def choose_device(settings: ProcessSettings) -> torch.device:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // settings.local_world_size))
     return torch.device("cpu")
+
+
+def uses_gpu(asked: str) -> bool:
+    """Whether a run with this `TrainConfig.device` computes on GPUs."""
+    return asked == "cuda" or (asked == "auto" and "cuda" in FAST_DEVICES and torch.cuda.is_available())
 
 
 class StepModule(nn.Module):

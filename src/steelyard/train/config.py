@@ -70,7 +70,7 @@ class AttentionConfig:
     tolerance: float = 0.05
     """No rank's attention work exceeds (1 + tolerance) times the mean."""
     backend: str = "auto"
-    """Kernels: auto, reference, cpu or flash."""
+    """Attention kernels: auto, cpu, or reference (slow, for checks)."""
     timeout_s: float = 300.0
     """Longest wait for the other ranks in an exchange, in seconds; then the run ends and names who is missing."""
 
@@ -88,7 +88,8 @@ class CheckpointConfig:
     keep_last: int = 2
     """How many complete checkpoints are kept."""
     resume: str = "auto"
-    """auto: continue from the newest complete checkpoint if there is one; never: refuse to; or a checkpoint's path."""
+    """auto: continue from the newest complete checkpoint if there is one; never: start anew, in a folder without
+    checkpoints; or a checkpoint's path."""
     export_hf: bool = False
     """At the end, write a folder that Transformers loads to `out_dir`/hf."""
 
@@ -145,6 +146,8 @@ class TrainConfig:
     """Optimizer steps of the whole run, those before a resume included; it ends earlier if the data do."""
     seed: int = 0
     """Seed of the initial parameters (the order of the data has its own: `data.seed`)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What computes. auto: a GPU for each rank where there are GPUs and attention kernels for them, else the CPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: matrix products and attention in bfloat16 (autocast); parameters and optimizer stay fp32."""
 

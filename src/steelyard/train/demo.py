@@ -82,6 +82,7 @@ def train_config(config: DemoConfig) -> TrainConfig:
         attention=AttentionConfig(tolerance=0.02),
         eval=EvalConfig(),
         out_dir=config.out_dir,
+        device="cpu",
         steps=config.steps,
         seed=config.seed,
     )

@@ -95,7 +95,7 @@ def main(run_folder: Path) -> int:
         config = load_toml(DemoConfig, run_folder / CONFIG_FILE)
         training = train_config(config)
         training.validate(config.nproc)
-        device = choose_device(settings)
+        device = choose_device(settings, training.device)
         with process_groups(settings, device, training.attention.timeout_s) as groups:
             parts = assemble(training, groups, device)
             if settings.rank == 0:

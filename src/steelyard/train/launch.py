@@ -18,9 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from steelyard import errors
 from steelyard.errors import PeerError, SteelyardError, UsageError
 from steelyard.settings import ProcessSettings, to_toml
+from steelyard.train.assemble import uses_gpu
 from steelyard.train.config import TrainConfig
 from steelyard.train.worker import CONFIG_FILE, STOP_FILE, SUMMARY_FILE, TRACEBACKS_FILE, run_rank
 
@@ -55,7 +58,7 @@ def train(
     settings = ProcessSettings.from_environment()
     if settings.launched:
         return _train_as_launched(config, settings, as_json)
-    ranks = ranks if ranks is not None else _default_ranks()
+    ranks = ranks if ranks is not None else _default_ranks(config)
     if ranks < 1:
         raise UsageError(f"{ranks} ranks, expected at least 1")
     if max_restarts < 0:
@@ -82,10 +85,8 @@ def _train_as_launched(config: TrainConfig, settings: ProcessSettings, as_json: 
     return _report(summary, as_json) if settings.rank == 0 else INTERRUPTED * summary["interrupted"]
 
 
-def _default_ranks() -> int:
-    import torch
-
-    return max(1, torch.cuda.device_count())
+def _default_ranks(config: TrainConfig) -> int:
+    return max(1, torch.cuda.device_count()) if uses_gpu(config.device) else 1
 
 
 def _save_config(config: TrainConfig) -> None:

@@ -417,6 +417,8 @@ class Trainer:
             f"{config.attention.policy} attention ({parts.balancer.backend.name}, {mode}), "
             f"{config.parallel.data_parallel}, {config.precision}"
         )
+        if parts.device.type == "cpu" and torch.cuda.is_available():
+            self._say("the GPU stays idle: attention kernels for CUDA are still to come, so this run uses the CPU")
         if self._step:
             self._say(f"resumed from {self._resumed_from} after step {self._step}")
         if self._step >= config.steps:

@@ -28,6 +28,11 @@ def checkpoint_to_resume(config: TrainConfig) -> Path | None:
         )
     newest = complete[-1] if complete else None
     path = newest if resume in ("auto", "never") else Path(resume)
+    if path is not None and newest is not None and path.resolve() in [old.resolve() for old in complete[:-1]]:
+        raise UsageError(
+            f"checkpoint.resume={resume} is older than {newest.name} beside it, and a run from there would write among "
+            "later ones: choose another out_dir or checkpoint.dir for it, or delete the later checkpoints"
+        )
     if path is not None:
         _check_same_run(path, read_run_state(path), config)
     return path

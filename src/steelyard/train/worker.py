@@ -36,7 +36,7 @@ def run_rank(config: TrainConfig, settings: ProcessSettings, stop_file: Path | N
     if settings.restart_count and complete_checkpoints(config.checkpoint_dir):
         # What stands there was written before the restart, whatever the run started from.
         config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
-    device = choose_device(settings)
+    device = choose_device(settings, config.device)
 
     def make_reporter(first_step: int) -> Reporter:
         reporter = Reporter(

@@ -1,0 +1,147 @@
+"""One interface for core attention over task tables, and the choice of the back end that computes it.
+
+Tensors come as pairs, one per *store*: 0 holds the rank's own rows, 1 the received ones (`domain.plan.KernelTasks`).
+
+T: rows of a store, H: query heads, K: key/value heads, D: head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from steelyard.attention.cpu import CpuBackend
+from steelyard.attention.reference import ReferenceBackend
+from steelyard.domain.plan import KernelTasks
+from steelyard.domain.shapes import AttentionShape
+from steelyard.errors import UsageError
+
+_LOG = logging.getLogger(__name__)
+NAMES = ("auto", "cpu", "reference")
+FAST_DEVICES = ("cpu",)
+"""Kinds of devices that have a back end made for them; `reference` runs anywhere, slowly."""
+
+
+class Backend(Protocol):
+    """Core attention of task tables. The caller allocates everything; stores may have no row, tables no task."""
+
+    name: str
+
+    def forward(
+        self,
+        tasks: KernelTasks,
+        q: Sequence[torch.Tensor],
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor],
+        lse: Sequence[torch.Tensor],
+    ) -> None:
+        """Write the rows of the tasks' queries in `out` and `lse`, and no other row.
+
+        Args:
+            tasks: the table; a query row belongs to at most one task.
+            q, out: per store (T, H, D). k, v: per store (T, K, D). Any strides with a contiguous last dimension.
+                Every row of q and k should hold data: the largest norms over whole stores choose between two exact
+                ways to compute, so rubbish in unused rows could change the rounding from one run to the next.
+            lse: per store (T, H), natural logarithm; fp32 (fp64 for fp64 inputs).
+        """
+        ...
+
+    def backward(
+        self,
+        tasks: KernelTasks,
+        dout: Sequence[torch.Tensor],
+        q: Sequence[torch.Tensor],
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor],
+        lse: Sequence[torch.Tensor],
+        dq: Sequence[torch.Tensor],
+        dk: Sequence[torch.Tensor],
+        dv: Sequence[torch.Tensor],
+    ) -> None:
+        """Write the tasks' rows of `dq`, and *add* to `dk` and `dv`, always in the same order.
+
+        Args:
+            tasks: the table of the forward call.
+            dout: per store (T, H, D), gradient of `out`. q, k, v, out, lse: as they were after the forward call.
+            dq: per store (T, H, D). dk, dv: per store (T, K, D), fp32 (fp64 for fp64 inputs), zeroed by the caller.
+        """
+        ...
+
+
+def build_backend(
+    name: str = "auto",
+    *,
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> Backend:
+    """Choose a back end and log its name; whatever it could not do is refused here, not in the middle of a run.
+
+    Args:
+        name: "cpu" (fast, plain causal), "reference" (slow, everything), or "auto": "cpu" where it can do what is
+            asked, "reference" otherwise.
+        head_dim, heads, kv_heads: the attention shape of this rank.
+        device, dtype: of q, k, v.
+        dropout: must be 0: no back end drops attention weights.
+        window: keys that a query sees at most, its own included.
+        softcap: c in c·tanh(score / c).
+        sink: (heads,) logits of one more key per head without a value.
+        scale: factor on q·k; head_dim ** −0.5 if None.
+
+    Raises:
+        UsageError: names the argument that the back end cannot honour, and what to use instead.
+    """
+    if name not in NAMES:
+        raise UsageError(f"attention back end {name!r}: expected one of {', '.join(NAMES)}")
+    AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    if not dtype.is_floating_point:
+        raise UsageError(f"attention dtype={dtype}: expected a floating type such as torch.float32 or torch.bfloat16")
+    if dropout != 0.0:
+        raise UsageError(
+            f"attention dropout={dropout}: no back end drops attention weights; set it to 0 and apply dropout outside"
+        )
+    if window is not None and window < 1:
+        raise UsageError(f"attention window={window}: a query sees at least itself; use window >= 1 or None")
+    if softcap is not None and softcap <= 0:
+        raise UsageError(f"attention softcap={softcap}: expected a positive number or None")
+    if sink is not None and tuple(sink.shape) != (heads,):
+        raise UsageError(f"attention sink has shape {tuple(sink.shape)}: expected one logit per head, ({heads},)")
+    factor = head_dim**-0.5 if scale is None else scale
+    kind = torch.device(device).type
+    if kind != "cpu" and name != "reference":
+        raise UsageError(
+            f"attention back end {name!r} on device {kind!r}: it runs on cpu only; the back ends for CUDA come with "
+            "'flash', until then use device='cpu', or name='reference' for small checks"
+        )
+    stricter = {"window": window, "softcap": softcap, "sink": sink}
+    asked = [argument for argument, value in stricter.items() if value is not None]
+    if name == "cpu" and asked:
+        raise UsageError(
+            f"attention back end 'cpu' computes plain causal attention and cannot honour {', '.join(asked)}; "
+            "use name='reference'"
+        )
+    if name == "cpu" and dtype not in CpuBackend.DTYPES:
+        raise UsageError(
+            f"attention back end 'cpu' cannot compute in dtype={dtype}; use one of "
+            f"{', '.join(str(d) for d in CpuBackend.DTYPES)}, or name='reference'"
+        )
+    fast = not asked and dtype in CpuBackend.DTYPES and dtype != torch.float64
+    backend: Backend
+    if name == "cpu" or (name == "auto" and fast):
+        backend = CpuBackend(scale=factor)
+    else:
+        backend = ReferenceBackend(scale=factor, window=window, softcap=softcap, sink=sink)
+    _LOG.info("core attention: back end %s (asked for %s) on %s, %s", backend.name, name, kind, dtype)
+    return backend
