@@ -1,0 +1,300 @@
+"""The policy `balanced`: every server's work within the tolerance, for few bytes.
+
+Servers above their cap are donors, servers below it have room. The donor with the largest surplus goes first and gives
+a query range of one of its documents to one receiver; then the next. Four things make it cheap:
+
+- bytes grow with the square root of the work moved (`ranges`), so a move is as large as the donor's surplus and the
+  receiver's room allow, and is scored together with what the rest of the surplus would cost, poured into rooms as large
+  as the largest;
+- the receiver is the one whose room fits the surplus best, or else the one with most room: few rooms are split;
+- servers that hold keys of the document already (their own shard, or an earlier task) are tried too;
+- a receiver that many small surpluses fit would become the busiest: past the bytes that somebody must send or receive
+  anyway, the next larger room is taken.
+
+Three rounds make the balance a promise. The first cuts at kernel blocks and aims at (1 + tolerance) × share. Where
+blocks are too coarse for the room that is left, the second cuts anywhere. Rows being indivisible, even that may miss
+the aim when the tolerance is less than a row; the third aims at share + longest row, which always succeeds
+(`WorkCaps`).
+
+All decisions are made with integers and ties are broken by index: the same lengths give the same plan everywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+from steelyard.cost.attention import longest_row_pairs
+from steelyard.domain.layout import Layout
+from steelyard.domain.plan import DispatchPlan
+from steelyard.domain.shapes import AttentionShape
+from steelyard.domain.tasks import CATasks
+from steelyard.domain.topology import Topology
+from steelyard.errors import PlanError
+from steelyard.planner.blocks import BLOCK_TOKENS, SHORT_DOCUMENT_TOKENS, blocks_suffice
+from steelyard.planner.ledger import NO_LIMIT, Ledger
+from steelyard.planner.ranges import Prices, exact_ends, fit_range
+from steelyard.planner.shares import work_caps
+
+RANGES_TRIED = 6  # the donor's longest ones; shorter ones cost more per pair
+HOLDERS_TRIED = 6  # servers that hold keys of the document, those with most room
+FITS_TRIED = 16  # rooms that fit a surplus, smallest first
+LEAST_ROOM = 16  # a holder is tried if its room is 1/16 of what could be moved: crumbs make tasks, not balance
+WEIGHT_UNITS = 1024  # resolution of `Topology.intra_node_weight`
+
+
+def plan_balanced(
+    layout: Layout, topology: Topology, shape: AttentionShape, tolerance: float, window: int | None = None
+) -> DispatchPlan:
+    """Balance the work of all servers within `tolerance`, moving few bytes.
+
+    Raises:
+        PlanError: under its memory cap a server cannot receive the keys that queries living there need, and no server
+            that has those keys can take the queries.
+    """
+    ledger = Ledger(layout, topology, window)
+    longest_row = longest_row_pairs(layout.doc_lengths, window)
+    caps = work_caps(sum(ledger.work), topology, tolerance, longest_row)
+    balancing = _Balancing(ledger, topology, shape)
+    balancing.cuts_short = not blocks_suffice(sum(ledger.work), topology.servers, tolerance, longest_row)
+    balancing.settle_spanning_shards(caps.target)
+    for aim, block in ((caps.target, BLOCK_TOKENS), (caps.target, 1), (caps.promise, 1)):
+        balancing.relieve(aim, block)
+        if not _overloaded(ledger.work, caps.target):
+            break
+    unfinished = _overloaded(ledger.work, caps.promise)
+    assert not unfinished or topology.memory_tokens, "without memory caps the promised caps are always reached"
+    tasks: CATasks = ledger.tasks()
+    return DispatchPlan(layout, tasks, topology, shape, tolerance, "balanced", window, memory_limited=unfinished)
+
+
+def _overloaded(work: list[int], caps: list[int]) -> bool:
+    return any(done > cap for done, cap in zip(work, caps, strict=True))
+
+
+class _Move(NamedTuple):
+    """Queries [start, end) of the donor's range `kept` to `server`. Ordered by score, then by the order of trying."""
+
+    score: int
+    order: int
+    kept: int
+    start: int
+    end: int
+    server: int
+
+
+class _Balancing:
+    """The rounds. `rooms` lists (room, server) of the servers below their caps, ascending."""
+
+    def __init__(self, ledger: Ledger, topology: Topology, shape: AttentionShape) -> None:
+        self.ledger, self.window = ledger, ledger.window
+        self.prices = Prices(shape.alpha_bytes, shape.beta_bytes)
+        self.dispatch_prices = Prices(shape.query_bytes, shape.beta_bytes)
+        self.doc_lengths = ledger.layout.doc_lengths.tolist()
+        self.memory_bound = bool(topology.memory_tokens)
+        self.near_weight = round(topology.intra_node_weight * WEIGHT_UNITS)
+        self.node_size = topology.node_size
+        self.caps: list[int] = []
+        self.rooms: list[tuple[int, int]] = []
+        self.room_of: dict[int, int] = {}
+        self.cuts_short = False  # short documents may be cut, at any row, before all else was tried
+        self.busy_bytes = 0  # received in the dispatch phase; more than this makes a server the busiest
+
+    # --- documents that span ranks ---------------------------------------------------------------------------------
+
+    def settle_spanning_shards(self, caps: list[int]) -> None:
+        """Decide where each part of a cut document starts out: at home, or with a server that has its keys anyway.
+
+        A short tail is cheaper to compute where the long part before it is than to bring all earlier keys to it.
+        """
+        for shard in self.ledger.spanning_shards():
+            self._settle(shard, caps)
+
+    def _settle(self, shard: int, caps: list[int]) -> None:
+        ledger = self.ledger
+        doc, start, home = ledger.doc[shard], ledger.start[shard], ledger.home[shard]
+        length = ledger.length[shard]
+        end = start + length
+        keys_at_home = ledger.new_keys(doc, home, start, end)
+        fits_home = keys_at_home <= ledger.memory_left[home]
+        best, place = (self.prices.beta * keys_at_home, home) if fits_home else (NO_LIMIT, home)
+        if length < keys_at_home or not fits_home:
+            for server in ledger.holders.get(doc, ()):
+                keys = ledger.new_keys(doc, server, start, end)
+                if server == home or keys + length > ledger.memory_left[server]:
+                    continue
+                cost = self.prices.alpha * length + self.prices.beta * keys
+                cost += self.prices.range_bytes(self._surplus_made(shard, server, caps))
+                if cost < best:
+                    best, place = cost, server
+        if best == NO_LIMIT:
+            raise PlanError(
+                f"rank {home} may still receive {ledger.memory_left[home]} tokens, but tokens {start} … {end} of "
+                f"document {doc} need {keys_at_home} earlier keys there; raise its memory_tokens or cut the document "
+                "into fewer parts"
+            )
+        if place != home:
+            ledger.place_whole(shard, place)
+        ledger.receive(doc, place, start, end, queries=length if place != home else 0)
+
+    def _surplus_made(self, shard: int, server: int, caps: list[int]) -> int:
+        """How much the surplus of all servers together grows if the shard moves from its home to `server`."""
+        work, home, amount = self.ledger.work, self.ledger.home[shard], self.ledger.shard_pairs[shard]
+        there = max(0, work[server] + amount - caps[server]) - max(0, work[server] - caps[server])
+        here = max(0, work[home] - caps[home]) - max(0, work[home] - amount - caps[home])
+        return max(0, there - here)
+
+    # --- rounds ----------------------------------------------------------------------------------------------------
+
+    def relieve(self, caps: list[int], block: int) -> None:
+        """Move ranges cut at multiples of `block` until no server is above its cap, or nothing more fits."""
+        work, self.caps = self.ledger.work, caps
+        self.rooms = sorted((cap - done, j) for j, (cap, done) in enumerate(zip(caps, work, strict=True)) if cap > done)
+        self.room_of = {j: room for room, j in self.rooms}
+        donors = [(cap - done, i) for i, (cap, done) in enumerate(zip(caps, work, strict=True)) if done > cap]
+        self.ledger.become_donors([i for _, i in donors])
+        heapq.heapify(donors)
+        self.busy_bytes = self._unavoidable_bytes(-donors[0][0]) if donors and self.rooms else 0
+        while donors and self.rooms:
+            _, donor = heapq.heappop(donors)
+            move = self._best_move(donor, block)
+            if move is None:
+                continue
+            self.ledger.move(donor, move.kept, move.start, move.end, move.server)
+            self._update_room(move.server)
+            if work[donor] > caps[donor]:
+                heapq.heappush(donors, (caps[donor] - work[donor], donor))
+
+    def _unavoidable_bytes(self, surplus: int) -> int:
+        """Bytes that some rank sends or receives in the dispatch phase anyway: home keys, or to give `surplus` away."""
+        busiest = max(self._bytes_in(server) for server in range(self.ledger.servers))
+        sent = 0
+        for room, _ in reversed(self.rooms):
+            sent += self.dispatch_prices.range_bytes(min(room, surplus))
+            surplus -= room
+            if surplus <= 0:
+                break
+        return max(busiest, sent, self.dispatch_prices.range_bytes(self.rooms[-1][0]))
+
+    def _bytes_in(self, server: int) -> int:
+        prices, ledger = self.dispatch_prices, self.ledger
+        return prices.alpha * ledger.queries_in[server] + prices.beta * ledger.keys_in[server]
+
+    def _fit(self, rooms: list[tuple[int, int]], need: int) -> int:
+        """The smallest room for `need`, on a server that does not become the busiest by it; else the largest room."""
+        first = bisect_left(rooms, (need + need // 64, -1))  # a little more, for rounding up to blocks
+        spare = self.busy_bytes - self.dispatch_prices.range_bytes(need)
+        for _, server in rooms[first : first + FITS_TRIED]:
+            if self._bytes_in(server) <= spare:
+                return server
+        return rooms[min(first, len(rooms) - 1)][1]
+
+    def _update_room(self, server: int) -> None:
+        del self.rooms[bisect_left(self.rooms, (self.room_of.pop(server), server))]
+        room = self.caps[server] - self.ledger.work[server]
+        if room > 0:
+            insort(self.rooms, (room, server))
+            self.room_of[server] = room
+
+    def _best_move(self, donor: int, block: int) -> _Move | None:
+        """The move after which the rest of the donor's surplus is cheapest to move; None if nothing fits anywhere."""
+        need = self.ledger.work[donor] - self.caps[donor]
+        count = len(self.ledger.kept[donor])
+        longest = range(count - 1, max(-1, count - 1 - RANGES_TRIED), -1)
+        best: _Move | None = None
+        for order, server in enumerate(self._receivers(donor, need, longest)):
+            for kept in longest:
+                best = self._cheaper(best, donor, kept, server, order, need, block)
+        if best is not None:
+            return best
+        # Nothing that was tried fits. What does not fit into the largest room fits nowhere, but for memory caps.
+        for _, server in reversed(self.rooms if self.memory_bound else self.rooms[-1:]):
+            for kept in range(count):
+                best = self._cheaper(best, donor, kept, server, 0, need, block)
+            if best is not None:
+                return best
+        return None
+
+    def _receivers(self, donor: int, need: int, longest: range) -> list[int]:
+        """The best fit or else the one with most room, the same within the node, and holders of keys."""
+        receivers = [self._fit(self.rooms, need)]
+        if self.node_size > 1 and self.near_weight < WEIGHT_UNITS:
+            receivers += self._best_in_node(donor, need)
+        least = min(need, self.rooms[-1][0]) // LEAST_ROOM
+        kept, seen = self.ledger.kept[donor], {donor, *receivers}
+        for doc in dict.fromkeys(self.ledger.doc[kept[index].shard] for index in longest):
+            holders = [
+                (-self.room_of[j], j)
+                for j in self.ledger.holders.get(doc, ())
+                if j not in seen and self.room_of.get(j, 0) > least
+            ]
+            chosen = [j for _, j in sorted(holders)[:HOLDERS_TRIED]]
+            receivers += chosen
+            seen.update(chosen)
+        return receivers
+
+    def _best_in_node(self, donor: int, need: int) -> list[int]:
+        first = donor // self.node_size * self.node_size
+        rooms = sorted((self.room_of[j], j) for j in range(first, first + self.node_size) if j in self.room_of)
+        return [self._fit(rooms, need)] if rooms else []
+
+    def _cheaper(
+        self, best: _Move | None, donor: int, kept: int, server: int, order: int, need: int, block: int
+    ) -> _Move | None:
+        """`best`, or a cheaper range of the donor's `kept` for this server."""
+        ledger = self.ledger
+        amount, low, high, shard = ledger.kept[donor][kept]
+        doc, room = ledger.doc[shard], self.room_of[server]
+        if block > 1 and self.doc_lengths[doc] < SHORT_DOCUMENT_TOKENS:
+            if not self.cuts_short:
+                whole = (low, high, amount)
+                return self._priced(best, donor, kept, server, order, need, whole) if amount <= room else best
+            block = 1
+        found_any = False
+        while not found_any and room > 0:
+            wanted = min(need, room, amount)
+            for end in self._ends(doc, server, low, high, wanted, block):
+                found = fit_range(low, high, end, need, room, block, self.window)
+                if found is not None:
+                    before = best
+                    best = self._priced(best, donor, kept, server, order, need, found)
+                    found_any = found_any or best is not before
+            if not self.memory_bound:
+                break
+            room //= 2  # a memory cap may refuse a range and allow a smaller one
+        return best
+
+    def _ends(self, doc: int, server: int, low: int, high: int, wanted: int, block: int) -> list[int]:
+        """Ends to try: the closed form's or that of the keys the server has, the later one; ends of its own shards."""
+        if self.window is not None:
+            return [high]
+        ends = [max(self.ledger.prefix(doc, server), self.prices.best_end(wanted))]
+        ends += [last for _, last in self.ledger.own.get((doc, server), ()) if low < last < high]
+        if block == 1:
+            ends += exact_ends(low, high, self.prices, wanted)
+        return ends
+
+    def _priced(
+        self, best: _Move | None, donor: int, kept: int, server: int, order: int, need: int, found: tuple[int, int, int]
+    ) -> _Move | None:
+        """`best`, or the move of the range `found` if it scores lower and memory allows it."""
+        ledger = self.ledger
+        start, end, amount = found
+        whole = ledger.kept[donor][kept]
+        doc, home = ledger.doc[whole.shard], ledger.home[whole.shard]
+        keys = ledger.new_keys(doc, server, start, end)
+        if self.memory_bound and keys + (end - start) * (server != home) > ledger.memory_left[server]:
+            return best
+        queries = (end - start) * ((server != home) - (donor != home))
+        score = self.prices.alpha * queries + self.prices.beta * keys
+        if end - start == whole.end - whole.start:
+            score -= self.prices.beta * ledger.freed_keys(donor, whole)
+        if self.near_weight < WEIGHT_UNITS and server // self.node_size == donor // self.node_size:
+            score = score * self.near_weight // WEIGHT_UNITS
+        largest = self.rooms[-1][0]
+        rooms_filled, rest = divmod(max(0, need - amount), largest)
+        score += rooms_filled * self.prices.range_bytes(largest) + self.prices.range_bytes(rest)
+        if best is not None and best.score <= score:
+            return best
+        return _Move(score, order, kept, start, end, server)

@@ -1,0 +1,270 @@
+"""`verify`: does a plan keep its promises, and what does it send? Worked out from the tables alone.
+
+The planner's own account is not asked: the tables of all ranks are carried out on row names (`replay`), and coverage,
+bytes and work follow from what arrives and what is read. Small cases are checked pair by pair as well; 512 ranks take a
+second or two.
+
+Promises are numbered as in the design: 1 coverage, 2 balance, 3 alignment, 4 nothing local and nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from steelyard.cost.attention import longest_row_pairs, pairs_array, pairs_before_array
+from steelyard.domain.arrays import IntArray, int_column
+from steelyard.domain.plan import DispatchPlan, DispatchTables
+from steelyard.planner.blocks import BLOCK_TOKENS, SHORT_DOCUMENT_TOKENS, aligned_cuts_promised
+from steelyard.planner.replay import PlanViolation, Reads, Store, Stores, deliver, own_names, read, require
+from steelyard.planner.shares import exact_tolerance, speed_weights
+from steelyard.planner.tables import build_all_tables
+
+__all__ = ["PlanReport", "PlanViolation", "verify"]
+
+BALANCED_POLICIES = frozenset({"balanced", "reference"})  # those that owe promise 2
+BRUTE_FORCE_PAIRS = 4_000  # up to here coverage is checked pair by pair as well
+
+
+@dataclass(frozen=True, eq=False)
+class PlanReport:
+    """What a plan costs, counted from the tables of all ranks. Bytes are one layer's forward pass.
+
+    Attributes:
+        bytes_total: all rows sent in both phases, all ranks together.
+        dispatch_bytes_in, dispatch_bytes_out: queries, keys and values per rank, int64 (ranks,).
+        return_bytes_in, return_bytes_out: outputs per rank, int64 (ranks,).
+        busiest_bytes: largest of `dispatch_bytes_in` and `dispatch_bytes_out`.
+        pairs_total: (query, key) pairs of all tasks.
+        work_by_server: pairs per server, int64 (ranks,).
+        work_max_over_mean: largest work ÷ share; the share is the mean when all servers are equally fast.
+        received_tokens_max: query rows plus key rows that the fullest server receives.
+        tasks, moved_tasks: all of them, and those that are not computed where their queries live.
+        cuts: task borders inside a shard.
+        unaligned_cuts: those at no multiple of the kernel block, and those in short documents.
+    """
+
+    bytes_total: int
+    dispatch_bytes_in: IntArray
+    dispatch_bytes_out: IntArray
+    return_bytes_in: IntArray
+    return_bytes_out: IntArray
+    busiest_bytes: int
+    pairs_total: int
+    work_by_server: IntArray
+    work_max_over_mean: float
+    received_tokens_max: int
+    tasks: int
+    moved_tasks: int
+    cuts: int
+    unaligned_cuts: int
+
+    @property
+    def bytes_in(self) -> IntArray:
+        """Bytes that each rank receives in both phases, int64 (ranks,)."""
+        return self.dispatch_bytes_in + self.return_bytes_in
+
+    @property
+    def bytes_out(self) -> IntArray:
+        """Bytes that each rank sends in both phases, int64 (ranks,)."""
+        return self.dispatch_bytes_out + self.return_bytes_out
+
+
+def verify(plan: DispatchPlan, tables: Sequence[DispatchTables] | None = None) -> PlanReport:
+    """Check promises 1 to 4 on the tables of all ranks (built here when not given) and count what is sent.
+
+    Raises:
+        PlanViolation: the first promise found broken, with where.
+    """
+    _check_tasks(plan)
+    tables = build_all_tables(plan) if tables is None else tables
+    ranks = plan.layout.ranks
+    require([t.rank for t in tables] == list(range(ranks)), "the tables are not one per rank, in rank order")
+    names = own_names(plan.layout)
+    for table in tables:
+        require(
+            table.tokens == len(names[table.rank]) and table.window == plan.window and table.ranks == ranks,
+            f"rank {table.rank}: tokens, ranks or window differ from the plan",
+        )
+    stores = deliver(tables, names)
+    travels = any(len(s.queries) or len(s.keys) for s in stores)
+    require(
+        all(t.exchanges == travels for t in tables),
+        f"the tables do not agree that rows {'travel' if travels else 'do not travel'}",
+    )
+    reads, work = [], np.zeros(ranks, dtype=np.int64)
+    for table in tables:
+        mine = _reads_of_server(plan, table, stores[table.rank])
+        work[table.rank] = table.local_pairs + table.received_pairs
+        _check_no_waste(table.rank, mine, stores[table.rank])
+        reads.append(mine)
+    _check_coverage(plan, tables, stores, reads, work)
+    worst = _check_balance(plan, work)
+    cuts, unaligned = _count_cuts(plan)
+    require(
+        unaligned == 0 or not aligned_cuts_promised(plan),
+        f"promise 3: {unaligned} of {cuts} cuts fall on no multiple of {BLOCK_TOKENS} queries or cut a short document",
+    )
+    return _report(plan, tables, work, worst, cuts, unaligned)
+
+
+def _check_tasks(plan: DispatchPlan) -> None:
+    """The plan's own tasks lie in their shards, are not empty, and name servers that exist."""
+    tasks, layout = plan.tasks, plan.layout
+    if not len(tasks):
+        return
+    require(
+        int(tasks.server.min()) >= 0 and int(tasks.server.max()) < plan.topology.servers,
+        f"a task is placed on server {int(tasks.server.max())}, there are {plan.topology.servers}",
+    )
+    low, high = layout.shard_start[tasks.shard], (layout.shard_start + layout.shard_length)[tasks.shard]
+    require(
+        bool(np.all((tasks.start >= low) & (tasks.end <= high) & (tasks.start < tasks.end)))
+        and bool(np.all(tasks.doc == layout.shard_doc[tasks.shard])),
+        "a task is empty, leaves its shard, or names another document",
+    )
+
+
+def _reads_of_server(plan: DispatchPlan, table: DispatchTables, stores: Stores) -> Reads:
+    """What all tasks of a server read, with its account of pairs checked."""
+    parts = []
+    for kernel, local, stated in (
+        (table.local_tasks, True, table.local_pairs),
+        (table.received_tasks, False, table.received_pairs),
+    ):
+        parts.append(read(table.rank, kernel, local, stores, plan.layout.doc_lengths, plan.window))
+        amount = int(pairs_array(kernel.q_position, kernel.q_position + kernel.q_length, plan.window).sum())
+        require(amount == stated, f"rank {table.rank}: its tasks have {amount} pairs, its tables say {stated}")
+    return Reads(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("first", "end", "key_first")))
+
+
+def _check_no_waste(server: int, reads: Reads, stores: Stores) -> None:
+    """Promise 4: every received row is another one, and is read."""
+    for kind, store, begins in (("query", stores.queries, reads.first), ("key", stores.keys, reads.key_first)):
+        first, end = store.runs()
+        require(bool(np.all(first[1:] >= end[:-1])), f"promise 4: server {server} receives a {kind} row more than once")
+        require(
+            _inside_union(first, end, begins, reads.end),
+            f"promise 4: server {server} receives a {kind} row that no task reads",
+        )
+
+
+def _inside_union(first: IntArray, end: IntArray, low: IntArray, high: IntArray) -> bool:
+    """Whether each [first, end) lies in the union of the intervals [low, high)."""
+    if not len(first):
+        return True
+    order = np.argsort(low, kind="stable")
+    low, reach = low[order], np.maximum.accumulate(high[order])
+    if not len(low):
+        return False
+    opens = np.flatnonzero(np.concatenate([[True], low[1:] > reach[:-1]]))
+    closes = reach[np.append(opens[1:], len(low)) - 1]
+    at = np.searchsorted(low[opens], first, side="right") - 1
+    return bool(np.all((at >= 0) & (end <= closes[at])))
+
+
+def _check_coverage(
+    plan: DispatchPlan,
+    tables: Sequence[DispatchTables],
+    stores: Sequence[Stores],
+    reads: Sequence[Reads],
+    work: IntArray,
+) -> None:
+    """Promise 1: every query in one task. That each task sees the right keys was checked when it was read."""
+    first, end = (np.concatenate([getattr(r, name) for r in reads]) for name in ("first", "end"))
+    order = np.argsort(first, kind="stable")
+    borders = np.concatenate([[0], end[order]])
+    wrong = np.flatnonzero(borders != np.append(first[order], plan.layout.doc_lengths.sum()))
+    require(not len(wrong), f"promise 1: query {borders[wrong[:1]].tolist()} (global token) is not in exactly one task")
+    expected = int(pairs_before_array(plan.layout.doc_lengths, plan.window).sum())
+    require(int(work.sum()) == expected, f"promise 1: {int(work.sum())} pairs computed, the documents have {expected}")
+    if expected <= BRUTE_FORCE_PAIRS:
+        _check_pairs_one_by_one(plan, tables, stores)
+
+
+def _check_pairs_one_by_one(plan: DispatchPlan, tables: Sequence[DispatchTables], stores: Sequence[Stores]) -> None:
+    """Promise 1 again, with sets of pairs and no arithmetic that could share a mistake with the rest."""
+    expected: set[tuple[int, int]] = set()
+    first = 0
+    for length in plan.layout.doc_lengths.tolist():
+        for q in range(length):
+            lowest = 0 if plan.window is None else max(0, q - plan.window + 1)
+            expected.update((first + q, first + k) for k in range(lowest, q + 1))
+        first += length
+    seen: set[tuple[int, int]] = set()
+    for table in tables:
+        for kernel in (table.local_tasks, table.received_tasks):
+            for t in range(len(kernel)):
+                keys: list[int] = []
+                for s in range(int(kernel.segment_offset[t]), int(kernel.segment_offset[t + 1])):
+                    store = stores[table.rank].of_keys(int(kernel.segment_store[s]))
+                    keys += _names(store, int(kernel.segment_row[s]), int(kernel.segment_length[s]))
+                store = stores[table.rank].of_queries(int(kernel.q_store[t]))
+                queries = _names(store, int(kernel.q_row[t]), int(kernel.q_length[t]))
+                for later, q in zip(range(len(queries) - 1, -1, -1), queries, strict=True):
+                    visible = keys[: len(keys) - later]
+                    for k in visible if plan.window is None else visible[-plan.window :]:
+                        require((q, k) not in seen, f"promise 1: pair ({q}, {k}) is computed twice")
+                        seen.add((q, k))
+    require(seen == expected, f"promise 1: {len(expected ^ seen)} pairs are missing or should not be there")
+
+
+def _names(store: Store, row: int, length: int) -> list[int]:
+    names: list[int] = store.names[row : row + length].tolist()
+    return names
+
+
+def _check_balance(plan: DispatchPlan, work: IntArray) -> float:
+    """Promise 2; returns the largest work ÷ share. Policies outside `BALANCED_POLICIES` promise nothing."""
+    total, weights = int(work.sum()), speed_weights(plan.topology)
+    longest = longest_row_pairs(plan.layout.doc_lengths, plan.window)
+    tolerance, whole, worst = exact_tolerance(plan.tolerance), sum(weights), 0.0
+    promised = plan.policy in BALANCED_POLICIES and not plan.memory_limited
+    for server, (weight, done) in enumerate(zip(weights, work.tolist(), strict=True)):
+        share = Fraction(total * weight, whole)
+        if done:
+            worst = max(worst, float(done / share) if share else float("inf"))
+        cap = (1 + tolerance) * share if share * tolerance >= longest else share + longest
+        require(
+            done <= cap or not promised,
+            f"promise 2: server {server} has {done} pairs, its share is {float(share):.1f}, its cap {float(cap):.1f} "
+            f"(tolerance {plan.tolerance}, longest row {longest})",
+        )
+    return worst
+
+
+def _count_cuts(plan: DispatchPlan) -> tuple[int, int]:
+    """Task borders inside shards, and those of them that promise 3 would rather not see."""
+    tasks, layout = plan.tasks, plan.layout
+    inside = tasks.start > layout.shard_start[tasks.shard]
+    short = layout.doc_lengths[tasks.doc] < SHORT_DOCUMENT_TOKENS
+    return int(inside.sum()), int((inside & (short | (tasks.start % BLOCK_TOKENS != 0))).sum())
+
+
+def _report(
+    plan: DispatchPlan, tables: Sequence[DispatchTables], work: IntArray, worst: float, cuts: int, unaligned: int
+) -> PlanReport:
+    query_bytes, key_value_bytes = plan.shape.query_bytes, plan.shape.key_value_bytes
+    q_out = int_column([int(t.q_send_counts.sum()) for t in tables]) * query_bytes
+    q_in = int_column([int(t.q_receive_counts.sum()) for t in tables]) * query_bytes
+    kv_out = int_column([int(t.kv_send_counts.sum()) for t in tables]) * key_value_bytes
+    kv_in = int_column([int(t.kv_receive_counts.sum()) for t in tables]) * key_value_bytes
+    return PlanReport(
+        bytes_total=int((2 * q_out + kv_out).sum()),
+        dispatch_bytes_in=q_in + kv_in,
+        dispatch_bytes_out=q_out + kv_out,
+        return_bytes_in=q_out,
+        return_bytes_out=q_in,
+        busiest_bytes=int(max((q_in + kv_in).max(), (q_out + kv_out).max())),
+        pairs_total=int(work.sum()),
+        work_by_server=work,
+        work_max_over_mean=worst,
+        received_tokens_max=max(t.q_received + t.kv_received for t in tables),
+        tasks=len(plan.tasks),
+        moved_tasks=int((plan.home != plan.tasks.server).sum()),
+        cuts=cuts,
+        unaligned_cuts=unaligned,
+    )

@@ -1,0 +1,163 @@
+"""What a plan in the making looks like: who computes which query ranges, who has which keys, how much work that is.
+
+The ledger decides nothing. `balanced` asks it what a move would need and tells it which one to make.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import NamedTuple
+
+import numpy as np
+
+from steelyard.cost.attention import pairs, pairs_array
+from steelyard.domain.layout import Layout
+from steelyard.domain.tasks import CATasks
+from steelyard.domain.topology import Topology
+
+NO_LIMIT = 1 << 62  # tokens; more than any server can be sent
+
+
+class Kept(NamedTuple):
+    """Queries [start, end) of a shard that a donor still computes. Ordered by work."""
+
+    pairs: int
+    start: int
+    end: int
+    shard: int
+
+
+class Ledger:
+    """Every shard starts whole on its home; `place_whole` and `move` change that.
+
+    Attributes:
+        doc, start, length, home: the shard table, as lists.
+        shard_pairs: work of each shard.
+        work: pairs on each server.
+        memory_left: tokens that each server may still receive.
+        queries_in, keys_in: query and key rows that each server receives.
+        kept: for each donor what it still computes, least work first. Servers that never were donors have no entry.
+        own: the shards that a server holds of a document that spans ranks, as (start, end), by (document, server).
+        holders: servers with received keys or shards of a document, in the order in which they came to it.
+    """
+
+    def __init__(self, layout: Layout, topology: Topology, window: int | None) -> None:
+        self.layout, self.window, self.servers = layout, window, topology.servers
+        amount = pairs_array(layout.shard_start, layout.shard_start + layout.shard_length, window)
+        work = np.zeros(self.servers, dtype=np.int64)
+        np.add.at(work, layout.shard_rank, amount)
+        self.doc: list[int] = layout.shard_doc.tolist()
+        self.start: list[int] = layout.shard_start.tolist()
+        self.length: list[int] = layout.shard_length.tolist()
+        self.home: list[int] = layout.shard_rank.tolist()
+        self.shard_pairs: list[int] = amount.tolist()
+        self.work: list[int] = work.tolist()
+        self.memory_left = list(topology.memory_tokens) or [NO_LIMIT] * self.servers
+        self.queries_in, self.keys_in = [0] * self.servers, [0] * self.servers
+        self.kept: dict[int, list[Kept]] = {}
+        self.own: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.holders: dict[int, list[int]] = {}
+        self._place = layout.shard_rank.copy()
+        self._moved: list[tuple[int, int, int, int]] = []  # start, end, server, shard
+        self._prefix: dict[tuple[int, int], int] = {}  # keys [0, prefix) that a server has, by (document, server)
+
+    def spanning_shards(self) -> list[int]:
+        """Shards of documents that are cut, by document and position. Notes who holds them."""
+        shards_of_doc = np.bincount(self.layout.shard_doc, minlength=self.layout.docs)
+        cut = np.flatnonzero(shards_of_doc[self.layout.shard_doc] > 1)
+        order = np.lexsort((self.layout.shard_start[cut], self.layout.shard_doc[cut]))
+        spanning: list[int] = cut[order].tolist()
+        for shard in spanning:
+            held = self.own.setdefault((self.doc[shard], self.home[shard]), [])
+            held.append((self.start[shard], self.start[shard] + self.length[shard]))
+        return spanning
+
+    def prefix(self, doc: int, server: int) -> int:
+        """Keys [0, prefix) are on the server already: its own, or received. Always 0 with a window."""
+        return self._prefix.get((doc, server), 0)
+
+    def new_keys(self, doc: int, server: int, start: int, end: int) -> int:
+        """Keys that queries [start, end) see and that the server neither holds nor receives yet.
+
+        With a window, keys received for other tasks are not credited: an upper bound.
+        """
+        low = self._prefix.get((doc, server), 0) if self.window is None else max(0, start - self.window + 1)
+        if end <= low:
+            return 0
+        own = self.own.get((doc, server))
+        return end - low - (_overlap(own, low, end) if own else 0)
+
+    def freed_keys(self, server: int, kept: Kept) -> int:
+        """Keys that the server need no longer receive once it gives away all of `kept`, its last part of a document."""
+        doc = self.doc[kept.shard]
+        own = self.own.get((doc, server))
+        if not own or sum(self.doc[other.shard] == doc for other in self.kept[server]) > 1:
+            return 0
+        low = 0 if self.window is None else max(0, kept.start - self.window + 1)
+        return kept.end - low - _overlap(own, low, kept.end)
+
+    def receive(self, doc: int, server: int, start: int, end: int, queries: int) -> None:
+        """The server gets the keys that [start, end) sees and lacks there, and `queries` query rows."""
+        keys = self.new_keys(doc, server, start, end)
+        self.memory_left[server] -= keys + queries
+        self.queries_in[server] += queries
+        self.keys_in[server] += keys
+        if self.window is None:
+            self._prefix[doc, server] = max(end, self._prefix.get((doc, server), 0))
+        holders = self.holders.setdefault(doc, [])
+        if server not in holders:
+            holders.append(server)
+
+    def place_whole(self, shard: int, server: int) -> None:
+        """Compute a whole shard on `server`; only before any `move`."""
+        self._place[shard] = server
+        self.work[self.home[shard]] -= self.shard_pairs[shard]
+        self.work[server] += self.shard_pairs[shard]
+
+    def become_donors(self, servers: list[int]) -> None:
+        """List what these servers compute, so that it can be moved."""
+        fresh = np.zeros(self.servers, dtype=bool)
+        fresh[[server for server in servers if server not in self.kept]] = True
+        for server in servers:
+            self.kept.setdefault(server, [])
+        for shard in np.flatnonzero(fresh[self._place]).tolist():
+            start = self.start[shard]
+            whole = Kept(self.shard_pairs[shard], start, start + self.length[shard], shard)
+            self.kept[int(self._place[shard])].append(whole)
+        for server in np.flatnonzero(fresh).tolist():
+            self.kept[server].sort()
+
+    def move(self, donor: int, index: int, start: int, end: int, server: int) -> None:
+        """Compute queries [start, end) of the donor's `kept[index]` on `server`."""
+        whole = self.kept[donor].pop(index)
+        for low, high in ((whole.start, start), (end, whole.end)):
+            if low < high:
+                insort(self.kept[donor], Kept(pairs(low, high, self.window), low, high, whole.shard))
+        self._moved.append((start, end, server, whole.shard))
+        away = server != self.home[whole.shard]
+        self.receive(self.doc[whole.shard], server, start, end, end - start if away else 0)
+        amount = pairs(start, end, self.window)
+        self.work[donor] -= amount
+        self.work[server] += amount
+
+    def tasks(self) -> CATasks:
+        """Moved ranges, what donors kept, and the whole shards of all others."""
+        layout = self.layout
+        donors = np.zeros(self.servers, dtype=bool)
+        donors[list(self.kept)] = True
+        whole = np.flatnonzero(~donors[self._place])
+        cut = self._moved + [(k.start, k.end, donor, k.shard) for donor, kept in self.kept.items() for k in kept]
+        start, end, server, shard = np.array(cut, dtype=np.int64).reshape(-1, 4).T
+        shards = np.concatenate([whole, shard])
+        return CATasks.from_columns(
+            layout.shard_doc[shards],
+            np.concatenate([layout.shard_start[whole], start]),
+            np.concatenate([(layout.shard_start + layout.shard_length)[whole], end]),
+            np.concatenate([self._place[whole], server]),
+            shards,
+        )
+
+
+def _overlap(own: list[tuple[int, int]], low: int, high: int) -> int:
+    """Tokens of [low, high) that lie in the given shards."""
+    return sum(max(0, min(last, high) - max(first, low)) for first, last in own)

@@ -1,0 +1,91 @@
+"""Which query range to move: the closed form for the cheapest range of a given work, in integers.
+
+A server that holds nothing of a document and takes F pairs of it as the queries [b − m, b) costs α·m + β·b bytes. With
+b² − (b − m)² = 2F, the least of α·m + β·b is at b − m = √(b² − 2F) = b·α/(α + β), hence
+
+    b*² = 2F · (α + β)² / (β·(2α + β)),   bytes = √(2β(2α + β)·F).
+
+So the best range is in the interior of a long document: late queries are work-dense but drag many keys along, early
+ones need few keys but are many. The bytes grow with √F: few large ranges are cheaper than many small ones. Where [0, k)
+is on the server already, an end below k gains nothing (the same work with more queries), so the best end is max(b*, k).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+from steelyard.cost.attention import largest_start, pairs, smallest_end, smallest_start
+
+EXACT_LENGTHS_TRIED = 16  # each side of the cheapest number of queries
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Bytes per query token (out and back) and per key token, and what follows from them."""
+
+    alpha: int
+    beta: int
+
+    def best_end(self, work: int) -> int:
+        """b* for `work` pairs, rounded down."""
+        alpha, beta = self.alpha, self.beta
+        return isqrt(2 * work * (alpha + beta) ** 2 // (beta * (2 * alpha + beta)))
+
+    def range_bytes(self, work: int) -> int:
+        """Bytes of the cheapest range of `work` pairs, rounded down."""
+        return isqrt(2 * self.beta * (2 * self.alpha + self.beta) * work)
+
+
+def exact_ends(low: int, high: int, prices: Prices, work: int) -> list[int]:
+    """Ends within [low, high] near b* of ranges that hold `work` pairs or barely more; for cuts at any row, no window.
+
+    A range of m queries that ends at b has m·b − m(m − 1)/2 pairs: for each m near m* the smallest such b.
+    """
+    best = prices.best_end(work)
+    near = max(1, best * prices.beta // (prices.alpha + prices.beta))
+    ends = set()
+    for count in range(max(1, near - EXACT_LENGTHS_TRIED), near + EXACT_LENGTHS_TRIED + 1):
+        end = -(-(work + count * (count - 1) // 2) // count)
+        if low + count <= end <= high:
+            ends.add(end)
+    return sorted(ends)
+
+
+def fit_range(
+    low: int, high: int, target_end: int, need: int, room: int, block: int, window: int | None
+) -> tuple[int, int, int] | None:
+    """Cut [start, end) out of [low, high), ending near `target_end`.
+
+    Its pairs are at least `need`, by as little as the block allows, if they fit into `room`; otherwise as many as
+    fit. Both cuts are multiples of `block`, or ends of [low, high).
+
+    Returns:
+        (start, end, pairs), or None if not even one block fits.
+    """
+    whole = pairs(low, high, window)
+    if whole <= room and whole <= need:
+        return low, high, whole
+    wanted = min(need, room)
+    end = max(target_end, smallest_end(low, min(wanted, whole), window))
+    end = min(high, -(-end // block) * block)
+    if need <= room:
+        start = largest_start(end, need, window)
+        start = low if start is None else max(low, start // block * block)
+        if start < low + block:
+            start = low if pairs(low, end, window) <= room else start
+        amount = pairs(start, end, window)
+        if amount <= room:
+            return (start, end, amount) if start < end else None
+    start = max(low, -(-smallest_start(end, room, window) // block) * block)
+    if start >= end:
+        # A later row may be too long for the room where an earlier one is not.
+        return _earlier_range(low, end, room, block, window) if block == 1 else None
+    return start, end, pairs(start, end, window)
+
+
+def _earlier_range(low: int, end: int, room: int, block: int, window: int | None) -> tuple[int, int, int] | None:
+    """The range of one block at the start of [low, end), if it fits into `room`."""
+    first = min(end, (low // block + 1) * block)
+    amount = pairs(low, first, window)
+    return (low, first, amount) if low < first and amount <= room else None

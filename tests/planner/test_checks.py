@@ -1,0 +1,177 @@
+"""`verify` must fail when a plan or a table is wrong: each promise is broken on purpose, in each way we know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_layouts import SMALL_SHAPE
+
+from steelyard.domain.layout import Layout
+from steelyard.domain.plan import DispatchPlan, DispatchTables
+from steelyard.domain.tasks import CATasks
+from steelyard.domain.topology import Topology
+from steelyard.planner import make_plan
+from steelyard.planner.checks import PlanViolation, verify
+from steelyard.planner.tables import build_all_tables
+
+Tables = list[DispatchTables]
+
+
+def balanced_plan() -> DispatchPlan:
+    """Documents [4, 12]; 34 pairs of the long one move to rank 0, so that both have 44."""
+    plan = make_plan(Layout.from_doc_lengths([[4], [12]]), shape=SMALL_SHAPE, tolerance=0.0)
+    return with_tasks(plan, [(0, 0, 4, 0, 0), (1, 0, 6, 1, 1), (1, 6, 10, 0, 1), (1, 10, 12, 1, 1)])
+
+
+def packed_plan() -> DispatchPlan:
+    return make_plan(Layout.contiguous([10, 3], 5, 3), policy="packed", shape=SMALL_SHAPE)
+
+
+def with_tasks(plan: DispatchPlan, rows: list[tuple[int, int, int, int, int]], **changes: object) -> DispatchPlan:
+    return replace(plan, tasks=CATasks.from_columns(*np.array(rows, dtype=np.int64).T), **changes)  # type: ignore[arg-type]
+
+
+def test_report_counts_bytes_from_the_tables() -> None:
+    layout = Layout.from_doc_lengths([[4], [6]])
+    plan = with_tasks(
+        make_plan(layout, shape=SMALL_SHAPE),
+        [(0, 0, 4, 0, 0), (1, 0, 2, 1, 1), (1, 2, 5, 0, 1), (1, 5, 6, 1, 1)],
+        policy="by hand",
+    )
+    report = verify(plan)
+    query, key = 4 * 8 * 2, 2 * 2 * 8 * 2
+    assert report.bytes_total == 2 * 3 * query + 5 * key
+    assert report.dispatch_bytes_out.tolist() == [0, 3 * query + 5 * key]
+    assert report.dispatch_bytes_in.tolist() == [3 * query + 5 * key, 0]
+    assert report.return_bytes_out.tolist() == [3 * query, 0]
+    assert report.bytes_in.tolist() == [3 * query + 5 * key, 3 * query]
+    assert report.busiest_bytes == 3 * query + 5 * key
+    assert report.pairs_total == 10 + 21
+    assert report.work_by_server.tolist() == [22, 9]
+    assert report.work_max_over_mean == pytest.approx(22 / 15.5)
+    assert report.received_tokens_max == 8
+    assert (report.tasks, report.moved_tasks, report.cuts, report.unaligned_cuts) == (4, 1, 2, 2)
+
+
+def test_work_is_measured_against_the_share_of_a_slow_server() -> None:
+    layout = Layout.from_doc_lengths([[4], [4]])
+    plan = make_plan(layout, policy="packed", topology=Topology(2, speeds=(1.0, 0.5)), shape=SMALL_SHAPE)
+    assert verify(plan).work_max_over_mean == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(0, 0, 4, 0, 0), (1, 0, 12, 0, 1)], "promise 2"),
+        ([(0, 0, 4, 0, 0), (1, 0, 6, 1, 1), (1, 5, 12, 1, 1)], "promise 1"),
+        ([(0, 0, 4, 0, 0), (1, 0, 6, 1, 1)], "promise 1"),
+        ([(0, 0, 5, 0, 0), (1, 0, 12, 1, 1)], "leaves its shard"),
+        ([(0, 0, 4, 2, 0), (1, 0, 12, 1, 1)], "there are 2"),
+    ],
+)
+def test_wrong_tasks_are_found(rows: list[tuple[int, int, int, int, int]], message: str) -> None:
+    with pytest.raises(PlanViolation, match=message):
+        verify(with_tasks(balanced_plan(), rows))
+
+
+def test_unaligned_cuts_are_found_where_whole_blocks_would_do() -> None:
+    layout = Layout.from_doc_lengths([[4096], [4096] * 3])
+    plan = with_tasks(
+        make_plan(layout, shape=SMALL_SHAPE, tolerance=1.0),
+        [(0, 0, 100, 1, 0), (0, 100, 4096, 0, 0), *((d, 0, 4096, 1, d) for d in (1, 2, 3))],
+        tolerance=2.0,
+    )
+    with pytest.raises(PlanViolation, match="promise 3"):
+        verify(plan)
+
+
+def test_cut_short_documents_are_found_where_whole_ones_would_do() -> None:
+    layout = Layout.from_doc_lengths([[400] + [2048] * 40, [2048] * 40])
+    plan = with_tasks(
+        make_plan(layout, shape=SMALL_SHAPE, tolerance=1.0),
+        [(0, 0, 128, 1, 0), (0, 128, 400, 0, 0), *((d, 0, 2048, int(d > 40), d) for d in range(1, 81))],
+    )
+    with pytest.raises(PlanViolation, match="promise 3"):
+        verify(plan)
+
+
+def change(rank: int, **fields: Callable[[DispatchTables], object]) -> Callable[[Tables], Tables]:
+    """Replace fields of one rank's tables by what the functions make of them."""
+
+    def apply(tables: Tables) -> Tables:
+        tables[rank] = replace(tables[rank], **{name: make(tables[rank]) for name, make in fields.items()})  # type: ignore[arg-type]
+        return tables
+
+    return apply
+
+
+def kernel(name: str, field: str, make: Callable[[np.ndarray], np.ndarray]) -> Callable[[DispatchTables], object]:
+    return lambda t: replace(getattr(t, name), **{field: make(getattr(getattr(t, name), field).copy())})
+
+
+def bump(index: int, by: int) -> Callable[[np.ndarray], np.ndarray]:
+    def apply(column: np.ndarray) -> np.ndarray:
+        column[index] += by
+        return column
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(1, kv_send_rows=lambda t: t.kv_send_rows[::-1]), "promise 4"),
+        (change(1, kv_send_rows=lambda t: np.concatenate([t.kv_send_rows[1:], t.kv_send_rows[-1:]])), "promise 4"),
+        (change(1, kv_send_rows=lambda t: t.kv_send_rows[:-1]), "counts add up"),
+        (change(1, kv_send_rows=lambda t: t.kv_send_rows + 100), "outside"),
+        (change(1, kv_send_counts=lambda t: t.kv_send_counts[::-1]), "itself|peer expects"),
+        (change(0, q_receive_counts=lambda t: t.q_receive_counts + 1), "peer expects"),
+        (change(1, q_send_rows=lambda t: t.q_send_rows + 1), "position"),
+        (change(0, received_pairs=lambda t: t.received_pairs + 1), "its tables say"),
+        (change(0, exchanges=lambda t: False), "travel"),
+        (change(0, tokens=lambda t: t.tokens + 1), "tokens, ranks or window"),
+        (change(0, received_tasks=kernel("received_tasks", "segment_length", bump(0, -1))), "promise 1"),
+        (change(0, received_tasks=kernel("received_tasks", "segment_row", bump(0, 1))), "position|contiguous"),
+        (change(0, received_tasks=kernel("received_tasks", "q_length", bump(0, -1))), "promise 1"),
+        (change(0, received_tasks=kernel("received_tasks", "q_store", bump(0, -1))), "contiguous|position"),
+        (change(0, local_tasks=lambda t: t.received_tasks), "stands among"),
+    ],
+)
+def test_damaged_tables_are_found(damage: Callable[[Tables], Tables], message: str) -> None:
+    plan = balanced_plan()
+    tables = build_all_tables(plan)
+    verify(plan, tables)
+    with pytest.raises(PlanViolation, match=message):
+        verify(plan, damage(tables))
+
+
+def test_rows_that_nobody_reads_are_found() -> None:
+    """Rank 0 sends rank 1 its last key, of another document: harmless to results, but paid for."""
+    plan = balanced_plan()
+    sender, server = build_all_tables(plan)
+    sender = replace(sender, kv_send_rows=np.array([3]), kv_send_counts=np.array([0, 1]))
+    server = replace(server, kv_receive_counts=np.array([1, 0]))
+    with pytest.raises(PlanViolation, match="no task reads"):
+        verify(plan, [sender, server])
+
+
+def test_a_key_from_two_sources_is_read_in_order() -> None:
+    """Received segments swapped: every row arrives, but at the wrong place."""
+    plan = packed_plan()
+    tables = build_all_tables(plan)
+    verify(plan, tables)
+    last = tables[1].received_tasks
+    assert len(last.segment_row) >= 2
+    swapped = replace(last, segment_store=1 - last.segment_store)
+    tables[1] = replace(tables[1], received_tasks=swapped)
+    with pytest.raises(PlanViolation):
+        verify(plan, tables)
+
+
+def test_tables_in_the_wrong_order_are_refused() -> None:
+    plan = balanced_plan()
+    with pytest.raises(PlanViolation, match="rank order"):
+        verify(plan, build_all_tables(plan)[::-1])

@@ -1,0 +1,130 @@
+"""Dispatch tables against their slow twin, and by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_layouts import SMALL_SHAPE, WINDOWS, layouts
+
+from steelyard.domain.layout import Layout
+from steelyard.domain.plan import DispatchPlan, DispatchTables, KernelTasks
+from steelyard.domain.tasks import CATasks
+from steelyard.domain.topology import Topology
+from steelyard.planner import make_plan
+from steelyard.planner.tables import build_all_tables, build_tables
+from steelyard.planner.tables_reference import build_tables_reference
+
+
+def assert_same(one: object, other: object, where: str = "tables") -> None:
+    assert is_dataclass(one) and is_dataclass(other)
+    for field in fields(one):
+        left, right, name = getattr(one, field.name), getattr(other, field.name), f"{where}.{field.name}"
+        if isinstance(left, KernelTasks):
+            assert_same(left, right, name)
+        elif isinstance(left, np.ndarray):
+            assert left.dtype == np.int64, name
+            assert left.tolist() == right.tolist(), name
+        else:
+            assert type(left) is type(right) and left == right, name
+
+
+@st.composite
+def random_plans(draw: st.DrawFn) -> DispatchPlan:
+    """Any cut of any layout, placed anywhere: what no planner of ours would do, tables must still carry out."""
+    layout = draw(layouts(longest=16, most_ranks=4))
+    rows = []
+    for index, shard in enumerate(layout):
+        end = shard.start + shard.length
+        cuts = sorted({shard.start, end, *draw(st.lists(st.integers(shard.start, end), max_size=3))})
+        for start, stop in pairwise(cuts):
+            rows.append((shard.doc, start, stop, draw(st.integers(0, layout.ranks - 1)), index))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    window = draw(WINDOWS)
+    return DispatchPlan(
+        layout, CATasks.from_columns(*columns), Topology(layout.ranks), SMALL_SHAPE, 0.0, "random", window
+    )
+
+
+@settings(max_examples=200)
+@given(random_plans())
+def test_tables_equal_their_slow_twin(plan: DispatchPlan) -> None:
+    together = build_all_tables(plan)
+    for rank in range(plan.layout.ranks):
+        expected = build_tables_reference(plan, rank)
+        assert_same(together[rank], expected)
+        assert_same(build_tables(plan, rank), expected)
+
+
+def two_rank_plan() -> DispatchPlan:
+    """Document 0 (4 tokens) on rank 0, document 1 (6 tokens) on rank 1; rank 0 computes its queries [2, 5)."""
+    layout = Layout.from_doc_lengths([[4], [6]])
+    tasks = CATasks.from_columns(
+        *np.array([(0, 0, 4, 0, 0), (1, 0, 2, 1, 1), (1, 2, 5, 0, 1), (1, 5, 6, 1, 1)], dtype=np.int64).T
+    )
+    return DispatchPlan(layout, tasks, Topology(2), SMALL_SHAPE, 0.0, "random")
+
+
+def test_a_moved_range_sends_its_queries_and_all_keys_before_its_end() -> None:
+    server, home = build_all_tables(two_rank_plan())
+    assert home.q_send_rows.tolist() == [2, 3, 4]
+    assert home.kv_send_rows.tolist() == [0, 1, 2, 3, 4]
+    assert home.q_send_counts.tolist() == [3, 0]
+    assert server.q_receive_counts.tolist() == [0, 3]
+    assert server.kv_receive_counts.tolist() == [0, 5]
+    assert (server.local_pairs, server.received_pairs) == (10, 3 + 4 + 5)
+    task = server.received_tasks
+    assert (task.q_store.tolist(), task.q_row.tolist(), task.q_position.tolist()) == ([1], [0], [2])
+    assert (task.segment_store.tolist(), task.segment_row.tolist(), task.segment_length.tolist()) == ([1], [0], [5])
+    assert home.local_pairs == 1 + 2 + 6
+    assert len(home.received_tasks) == 0
+
+
+def test_a_key_is_stored_once_for_two_tasks_of_one_document() -> None:
+    layout = Layout.from_doc_lengths([[], [9]])
+    tasks = CATasks.from_columns(*np.array([(0, 0, 4, 0, 0), (0, 4, 6, 1, 0), (0, 6, 9, 0, 0)], dtype=np.int64).T)
+    plan = DispatchPlan(layout, tasks, Topology(2), SMALL_SHAPE, 0.0, "random")
+    server = build_tables(plan, 0)
+    assert server.kv_received == 9
+    assert server.received_tasks.segment_row.tolist() == [0, 0]
+    assert server.received_tasks.segment_length.tolist() == [4, 9]
+
+
+def test_head_tail_task_reads_three_segments() -> None:
+    layout = Layout.from_shards([(0, 0, 2, 0), (0, 6, 2, 0), (0, 2, 2, 1), (0, 4, 2, 1)], 2)
+    tables = build_tables(make_plan(layout, policy="packed", shape=SMALL_SHAPE), 0)
+    last = tables.received_tasks
+    assert last.q_position.tolist() == [6]
+    assert last.segment_store.tolist() == [0, 1, 0]
+    assert last.segment_position.tolist() == [0, 2, 6]
+    assert last.segment_row.tolist() == [0, 0, 2]
+    assert tables.local_tasks.q_position.tolist() == [0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_no_document_at_all(ranks: int) -> None:
+    layout = Layout.from_doc_lengths([[] for _ in range(ranks)])
+    for tables in build_all_tables(make_plan(layout, shape=SMALL_SHAPE)):
+        assert tables.tokens == tables.q_received == tables.kv_received == len(tables.local_tasks) == 0
+        assert not tables.exchanges
+
+
+def test_one_rank_builds_only_what_touches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from steelyard.planner import tables as module
+
+    seen: list[int] = []
+    whole = module.exchange_of
+
+    def counting(plan: DispatchPlan, chosen: np.ndarray | None = None) -> module.Exchange:
+        seen.append(len(plan.tasks) if chosen is None else len(chosen))
+        return whole(plan, chosen)
+
+    monkeypatch.setattr(module, "exchange_of", counting)
+    layout = Layout.from_doc_lengths([[8] * 10 for _ in range(20)])
+    tables = build_tables(make_plan(layout, policy="packed", shape=SMALL_SHAPE), 7)
+    assert isinstance(tables, DispatchTables)
+    assert seen == [10]
