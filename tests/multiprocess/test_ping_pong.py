@@ -73,17 +73,25 @@ def test_every_rank_runs_the_same_collectives_in_the_same_order(pool: WorkerPool
     # dispatch: q and kv; return: out; gradient dispatch: dOut; gradient return: dq and dkv; of two nano-batches.
     assert len(orders[0]) == 2 * layers * (2 + 1 + 1 + 2)
     forward = [entry for entry in orders[0] if not entry.startswith("gradient")]
-    assert forward[:6] == [
-        "dispatch layer 0 nano 0", "dispatch layer 0 nano 0", "dispatch layer 0 nano 1", "dispatch layer 0 nano 1",
-        "return layer 0 nano 0", "return layer 0 nano 1",
+    assert forward == ["dispatch layer 0 nano 0"] * 2 + ["dispatch layer 0 nano 1"] * 2 + [
+        entry
+        for layer in range(layers)
+        for entry in (
+            f"return layer {layer} nano 0", *[f"dispatch layer {layer + 1} nano 0"] * 2,
+            f"return layer {layer} nano 1", *[f"dispatch layer {layer + 1} nano 1"] * 2,
+        )
+        if f"layer {layers}" not in entry
     ]  # fmt: skip
     backward = [entry for entry in orders[0] if entry.startswith("gradient")]
     last = layers - 1
-    assert backward[:6] == [
-        f"gradient dispatch layer {last} nano 1", f"gradient dispatch layer {last} nano 0",
-        f"gradient return layer {last} nano 1", f"gradient return layer {last} nano 1",
-        f"gradient return layer {last} nano 0", f"gradient return layer {last} nano 0",
-    ]  # fmt: skip
+    assert backward[:2] == [f"gradient dispatch layer {last} nano 1", f"gradient return layer {last} nano 1"] or (
+        backward[:3]
+        == [
+            f"gradient dispatch layer {last} nano 1",
+            f"gradient dispatch layer {last} nano 0",
+            f"gradient return layer {last} nano 1",
+        ]
+    )
 
 
 def test_pings_transfer_lies_under_pongs_compute(pool: WorkerPool) -> None:

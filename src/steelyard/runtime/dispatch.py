@@ -1,10 +1,13 @@
-"""Core attention of one nano-batch, computed where the plan says: three autograd steps on one chain.
+"""Core attention of one nano-batch, computed where the plan says: four autograd steps on one chain.
 
-`send` starts the transfer of the query, key and value rows that leave; `attend` computes the tasks that need only
-local rows, waits, computes the others and starts the way back of their outputs; `finish` waits and puts the returned
-outputs beside the local ones. The steps hand on a one-element *token*. It makes autograd reach each of them in
-backward on every rank, also on one that sends or receives nothing: without the chain the collective of the backward
-pass would be missing on that rank and the others would hang (`runtime.md`, The exchange).
+`send` starts the transfer of the query, key and value rows that leave; `attend_local` computes the tasks that need only
+local rows; `attend_received` waits, computes the others and starts the way back of their outputs; `finish` waits and
+puts the returned outputs beside the local ones. Local and received tasks are steps of their own so that whoever
+interleaves two nano-batches can put one half's local tasks under the other half's transfers.
+
+The steps hand on a one-element *token*. It makes autograd reach each of them in backward on every rank, also on one
+that sends or receives nothing: without the chain the collective of the backward pass would be missing on that rank and
+the others would hang.
 
 Autograd runs ready nodes in reverse order of creation, so a forward that interleaves two nano-batches gives a backward
 that interleaves them too, with the reverse transfers hidden in the same way.
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from steelyard.attention import accumulator_dtype
 from steelyard.attention.interface import Backend
 from steelyard.collectives import Exchange, Point, Transfer
 from steelyard.domain.plan import DispatchTables
@@ -81,7 +85,7 @@ class Call:
 
 
 class CoreAttention:
-    """Core attention of one nano-batch on one rank: call it, or take its three steps one by one.
+    """Core attention of one nano-batch on one rank: call it, or take its four steps one by one.
 
     Args:
         tables: what this rank sends, receives and computes.
@@ -118,7 +122,8 @@ class CoreAttention:
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int = 0) -> Tensor:
         """Attention output (T, N, H) of this rank's tokens; T rows of documents packed as in the layout."""
         call = self.send(q_TNH, k_TKH, v_TKH, layer)
-        self.attend(call)
+        self.attend_local(call)
+        self.attend_received(call)
         return self.finish(call)
 
     def send(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int) -> Call:
@@ -139,9 +144,13 @@ class CoreAttention:
         call.token = cast(Tensor, _Send.apply(call, q_TNH, k_TKH, v_TKH))  # type: ignore[no-untyped-call]
         return call
 
-    def attend(self, call: Call) -> None:
-        """Compute this server's tasks and start the outputs' way back."""
-        call.token = cast(Tensor, _Attend.apply(call, call.token))  # type: ignore[no-untyped-call]
+    def attend_local(self, call: Call) -> None:
+        """Compute the tasks that need only this rank's rows."""
+        call.token = cast(Tensor, _AttendLocal.apply(call, call.token))  # type: ignore[no-untyped-call]
+
+    def attend_received(self, call: Call) -> None:
+        """Wait for other ranks' rows, compute the tasks that need them and start the outputs' way back."""
+        call.token = cast(Tensor, _AttendReceived.apply(call, call.token))  # type: ignore[no-untyped-call]
 
     def finish(self, call: Call) -> Tensor:
         """Wait for the outputs that were computed elsewhere; all outputs (T, N, H) of this rank's tokens."""
@@ -149,13 +158,20 @@ class CoreAttention:
         return cast(Tensor, _Finish.apply(call, token))  # type: ignore[no-untyped-call]
 
 
-def _stores(call: Call) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(q, k, v) as the kernels take them, each [own rows, received rows]; no received rows before they are there."""
+Stores: TypeAlias = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""(q, k, v) as the kernels take them, each [own rows, received rows]."""
+
+
+def _local_store(call: Call) -> Stores:
     q, k, v = call.q_TNH, call.k_TKH, call.v_TKH
     assert q is not None and k is not None and v is not None
-    if call.q_QNH is None or call.kv_S2KH is None:
-        return [q, q[:0]], [k, k[:0]], [v, v[:0]]
-    return [q, call.q_QNH], [k, call.kv_S2KH[:, 0]], [v, call.kv_S2KH[:, 1]]
+    return [q, q[:0]], [k, k[:0]], [v, v[:0]]
+
+
+def _both_stores(call: Call) -> Stores:
+    q, k, v, q_QNH, kv_S2KH = call.q_TNH, call.k_TKH, call.v_TKH, call.q_QNH, call.kv_S2KH
+    assert q is not None and k is not None and v is not None and q_QNH is not None and kv_S2KH is not None
+    return [q, q_QNH], [k, kv_S2KH[:, 0]], [v, kv_S2KH[:, 1]]
 
 
 _Pending: TypeAlias = tuple[Tensor, Tensor, list[int], list[int]]
@@ -219,30 +235,50 @@ class _Send(Function):
         return None, dq, dk.to(ctx.kv_dtype), dv.to(ctx.kv_dtype)
 
 
-class _Attend(Function):
+class _AttendLocal(Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, token: Tensor) -> Tensor:
+        core, q = call.core_attention, call.q_TNH
+        ctx.call = call
+        assert q is not None
+        call.out_TNH = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        call.lse_TN = torch.empty(q.shape[:2], dtype=accumulator_dtype(q.dtype), device=q.device)
+        out, lse = [call.out_TNH, call.out_TNH[:0]], [call.lse_TN, call.lse_TN[:0]]
+        with core.meter.span("local tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
+            core.backend.forward(core.tables.local_tasks, *_local_store(call), out, lse)
+        return token.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor]:
+        call: Call = ctx.call
+        core = call.core_attention
+        out, lse, dout = call.out_TNH, call.lse_TN, call.dout_TNH
+        dq, dk, dv = call.dq_TNH, call.dk_TKH, call.dv_TKH
+        assert out is not None and lse is not None and dout is not None
+        assert dq is not None and dk is not None and dv is not None
+        with core.meter.span("local tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
+            core.backend.backward(
+                core.tables.local_tasks, [dout, dout[:0]], *_local_store(call), [out, out[:0]], [lse, lse[:0]],
+                [dq, dq[:0]], [dk, dk[:0]], [dv, dv[:0]],
+            )  # fmt: skip
+        call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = call.dout_TNH = None
+        return None, dtoken.new_zeros(1)
+
+
+class _AttendReceived(Function):
     @staticmethod
     def forward(ctx: Any, call: Call, token: Tensor) -> Tensor:
         core = call.core_attention
         ctx.call = call
-        tables, backend, meter, arena = core.tables, core.backend, core.meter, core.arena
-        q = call.q_TNH
-        assert q is not None
-        lse_dtype = torch.promote_types(q.dtype, torch.float32)
-        call.out_TNH = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        call.lse_TN = torch.empty(q.shape[:2], dtype=lse_dtype, device=q.device)
-        nothing = (call.out_TNH[:0], call.lse_TN[:0])
-        with meter.span("local tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
-            stores = _stores(call)
-            backend.forward(tables.local_tasks, *stores, [call.out_TNH, nothing[0]], [call.lse_TN, nothing[1]])
-        if tables.exchanges:
+        if core.tables.exchanges:
+            arena = core.arena
             call.q_QNH, call.kv_S2KH = call.wait()
-            call.out_QNH = arena.acquire(tuple(call.q_QNH.shape), q.dtype)
-            call.lse_QN = arena.acquire(tuple(call.q_QNH.shape[:2]), lse_dtype)
-            with meter.span("received tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
-                stores = _stores(call)
-                backend.forward(
-                    tables.received_tasks, *stores, [call.out_TNH, call.out_QNH], [call.lse_TN, call.lse_QN]
-                )
+            assert call.out_TNH is not None and call.lse_TN is not None
+            call.out_QNH = arena.acquire(tuple(call.q_QNH.shape), call.q_QNH.dtype)
+            call.lse_QN = arena.acquire(tuple(call.q_QNH.shape[:2]), call.lse_TN.dtype)
+            out, lse = [call.out_TNH, call.out_QNH], [call.lse_TN, call.lse_QN]
+            with core.meter.span("received tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
+                core.backend.forward(core.tables.received_tasks, *_both_stores(call), out, lse)
             returning = [call.out_QNH]
             if call.needs_backward and core.memory == "resend":
                 returning.append(call.lse_QN)
@@ -252,22 +288,16 @@ class _Attend(Function):
     @staticmethod
     def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor]:
         call: Call = ctx.call
-        core = call.core_attention
-        tables, backend, meter, arena = core.tables, core.backend, core.meter, core.arena
-        q, k, out, lse, dout = call.q_TNH, call.k_TKH, call.out_TNH, call.lse_TN, call.dout_TNH
+        core, q, k, out, lse, dout = (
+            call.core_attention, call.q_TNH, call.k_TKH, call.out_TNH, call.lse_TN, call.dout_TNH
+        )  # fmt: skip
         assert q is not None and k is not None and out is not None and lse is not None and dout is not None
-        sum_dtype = torch.promote_types(k.dtype, torch.float32)
+        sum_dtype = accumulator_dtype(k.dtype)
         call.dq_TNH = torch.empty_like(q, memory_format=torch.contiguous_format)
         call.dk_TKH = torch.zeros(k.shape, dtype=sum_dtype, device=k.device)
         call.dv_TKH = torch.zeros(k.shape, dtype=sum_dtype, device=k.device)
-        dq, dk, dv = call.dq_TNH, call.dk_TKH, call.dv_TKH
-        with meter.span("local tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
-            stores = _stores(call)
-            backend.backward(
-                tables.local_tasks, [dout, dout[:0]], *stores, [out, out[:0]], [lse, lse[:0]],
-                [dq, dq[:0]], [dk, dk[:0]], [dv, dv[:0]],
-            )  # fmt: skip
-        if tables.exchanges:
+        if core.tables.exchanges:
+            arena, dq, dk, dv = core.arena, call.dq_TNH, call.dk_TKH, call.dv_TKH
             dout_QNH, *again = call.wait()
             if again:
                 call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN = again
@@ -275,27 +305,20 @@ class _Attend(Function):
             assert call.out_QNH is not None and call.lse_QN is not None
             dq_QNH = arena.acquire(tuple(call.q_QNH.shape), q.dtype)
             dkv_S2KH = arena.acquire(tuple(call.kv_S2KH.shape), sum_dtype).zero_()
-            with meter.span("received tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
-                stores = _stores(call)
-                backend.backward(
-                    tables.received_tasks, [dout, dout_QNH], *stores, [out, call.out_QNH], [lse, call.lse_QN],
-                    [dq, dq_QNH], [dk, dkv_S2KH[:, 0]], [dv, dkv_S2KH[:, 1]],
+            with core.meter.span("received tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
+                core.backend.backward(
+                    core.tables.received_tasks, [dout, dout_QNH], *_both_stores(call), [out, call.out_QNH],
+                    [lse, call.lse_QN], [dq, dq_QNH], [dk, dkv_S2KH[:, 0]], [dv, dkv_S2KH[:, 1]],
                 )  # fmt: skip
             arena.release(dout_QNH, call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN)
+            call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
             dkv_send = dkv_S2KH
             if sum_dtype != k.dtype:
                 dkv_send = arena.acquire(tuple(dkv_S2KH.shape), k.dtype).copy_(dkv_S2KH)
                 arena.release(dkv_S2KH)
             dkv_back = arena.acquire((len(core.kv_send_rows), 2, *k.shape[1:]), k.dtype)
-            call.start(
-                "gradient return",
-                [
-                    _return_transfer(core, dq_QNH),
-                    (dkv_send, dkv_back, core.kv_receive_counts, core.kv_send_counts),
-                ],
-            )
-        call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = call.dout_TNH = None
-        call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
+            keys_home = (dkv_send, dkv_back, core.kv_receive_counts, core.kv_send_counts)
+            call.start("gradient return", [_return_transfer(core, dq_QNH), keys_home])
         return None, dtoken.new_zeros(1)
 
 

@@ -45,7 +45,8 @@ class DemoProgress:
         self._progress: Progress | None = None
         console.print(
             f"{config.nproc} processes, two chunks of {config.chunk_tokens} tokens each: Python's own source files, "
-            "mixed so that about a third of the chunks is one long file. Each batch runs twice: packed, balanced.",
+            "mixed so that about a third of the chunks is one long file. Each batch runs packed and balanced in turn, "
+            f"{config.repeats}× each; the fastest run counts.",
         )
         if console.is_terminal:
             self._progress = Progress(
@@ -100,9 +101,9 @@ def main(run_folder: Path) -> int:
             parts = assemble(training, groups, device)
             if settings.rank == 0:
                 with DemoProgress(config) as progress:
-                    result = Demo(parts, progress.report).run()
+                    result = Demo(parts, config.repeats, progress.report).run()
             else:
-                result = Demo(parts, lambda steps: None).run()
+                result = Demo(parts, config.repeats, lambda steps: None).run()
             parts.balancer.close()
         if result is None:
             return ""
