@@ -73,7 +73,7 @@ def train_config(config: DemoConfig) -> TrainConfig:
             vocab_size=257,
             hidden_size=128,
             layers=2,
-            heads=2,
+            heads=4,
             kv_heads=1,
             head_dim=64,
             ffn_size=256,
