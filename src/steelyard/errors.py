@@ -5,6 +5,11 @@ A message says what was given, what was expected and what to change. The command
 """
 
 
+def first_line(error: BaseException) -> str:
+    """What `error` says, without the lines that follow: libraries append stacks of their own."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class SteelyardError(Exception):
     """Base of every error we raise on purpose. `exit_code` is what the command line returns for it."""
 

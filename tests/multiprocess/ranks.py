@@ -132,7 +132,7 @@ def _failing_attention(rank: int, group: dist.ProcessGroup, layers: int) -> dict
         store=dist.PrefixStore("failing", dist.distributed_c10d._get_default_store()),
     )  # fmt: skip
     q, k, v, _ = qkv_of(layout, rank, torch.float32, SHAPE)
-    attention = balancer.core_attention(balancer.plan_layout(layout))
+    attention = balancer.core_attention(balancer.plan_layout(layout), step=7)
     start_s = time.monotonic()
     try:
         for layer in range(layers):
@@ -261,3 +261,28 @@ def train_step(
         "order": order,
         "spans": [(s.name, s.track, s.start_s, s.end_s, dict(s.args)) for s in trace.take()],
     }
+
+
+def attention_under_autocast(rank: int, ranks: int, group: dist.ProcessGroup) -> list[bool]:
+    """Whether bf16 core attention gives the same bits with autocast on and off: out, dq, dk, dv."""
+    layout = Layout.from_doc_lengths([[64, 37, 100], [5]])
+    balancer = Balancer(group, shape=SHAPE, tolerance=0.0, dtype=torch.bfloat16, planning_group=group, timeout_s=30)
+    results = []
+    for enabled in (False, True):
+        q, k, v, dout = (t.bfloat16() for t in qkv_of(layout, rank, torch.float32, SHAPE))
+        for tensor in (q, k, v):
+            tensor.requires_grad_(True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = balancer.core_attention(balancer.plan_layout(layout))(q, k, v)
+        (out * dout).sum().backward()
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    return [torch.equal(one, other) for one, other in zip(*results, strict=True)]
+
+
+def backward_twice(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """A second backward pass through the same forward."""
+    q, k, v = (torch.randn(8, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    balancer = Balancer(None, shape=SHAPE)
+    out = balancer.core_attention(balancer.plan_layout(Layout.from_doc_lengths([[8]])))(q, k, v)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()

@@ -171,7 +171,8 @@ def test_a_missing_peer_is_named(pool: WorkerPool) -> None:
     error = outcomes[0]
     assert error["type"] == "PeerError"
     assert "rank 1" in error["message"] and "layer 1" in error["message"], error["message"]
-    assert "does not respond" in error["message"]
+    assert "does not respond" in error["message"] and "step 7" in error["message"]
+    assert "failed after" in error["message"], "the connection broke at once: no advice to raise a time-out"
     assert error["seconds"] < 20
     assert isinstance(outcomes[1], RemoteError) and outcomes[1].type_name == "ProcessDied"
 
@@ -181,9 +182,19 @@ def test_only_one_of_two_ranks_reaches_attention(pool: WorkerPool) -> None:
     assert waiting["type"] == "PeerError"
     assert "rank 1 is alive elsewhere" in waiting["message"] and "layer 0" in waiting["message"], waiting["message"]
     assert "before its first exchange" in waiting["message"]
+    assert "did not complete within 2 s" in waiting["message"]
     assert waiting["seconds"] < 20 and elsewhere == "elsewhere"
 
 
 def test_rows_that_do_not_fit_the_plan_are_refused(pool: WorkerPool) -> None:
     with pytest.raises(RemoteError, match="expected \\(tokens, heads, head size\\) with 8 tokens"):
         pool.run(on_rank.wrong_rows, 1)
+
+
+def test_autocast_does_not_reach_the_kernels(pool: WorkerPool) -> None:
+    assert pool.run(on_rank.attention_under_autocast, 2) == [[True] * 4] * 2
+
+
+def test_a_second_backward_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(RemoteError, match="backward ran twice through the same forward"):
+        pool.run(on_rank.backward_twice, 1)

@@ -141,15 +141,17 @@ def report(folder: Path, attempt: int, rank: int, kind: str, message: str) -> No
 def test_the_cause_is_told_from_its_consequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report(tmp_path, 0, 0, "DataError", "an earlier attempt")
     report(tmp_path, 1, 0, "PeerError", "rank 1 does not respond")
-    killed = _cause(tmp_path, {0: 1, 1: -signal.SIGKILL})
+    killed = _cause(tmp_path, {0: 1, 1: -signal.SIGKILL}, 1)
     assert type(killed) is SteelyardError and "rank 1 was killed by signal 9 (SIGKILL)" in str(killed)
     report(tmp_path, 1, 1, "DataError", "texts/7.txt: cannot be read")
-    cause = _cause(tmp_path, {0: 1, 1: 1})
+    cause = _cause(tmp_path, {0: 1, 1: 1}, 1)
     assert isinstance(cause, DataError) and str(cause) == "texts/7.txt: cannot be read"
     report(tmp_path, 2, 1, "ZeroDivisionError", "division by zero")
-    bug = _cause(tmp_path, {1: 1})
+    bug = _cause(tmp_path, {1: 1}, 2)
     assert type(bug) is SteelyardError and "rank 1 failed with the error above" in str(bug)
     assert "ZeroDivisionError" in capsys.readouterr().err
+    silent = _cause(tmp_path, {1: -signal.SIGKILL}, 3)
+    assert "rank 1 was killed" in str(silent), "what an earlier attempt reported is not the cause of the last one"
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_the_earlier_checkpoint_intact(

@@ -67,7 +67,8 @@ class _LocalAttention(torch.autograd.Function):
         make = torch.empty if int(tasks.q_length.sum()) == len(q) else torch.zeros
         out = make(q.shape, dtype=q.dtype, device=q.device)
         lse = make(q.shape[:2], dtype=accumulator_dtype(q.dtype), device=q.device)
-        backend.forward(tasks, _stores(q), _stores(k), _stores(v), _stores(out), _stores(lse))
+        with torch.autocast(q.device.type, enabled=False):  # it would round the kernels' fp32 sums to 16 bits
+            backend.forward(tasks, _stores(q), _stores(k), _stores(v), _stores(out), _stores(lse))
         ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.tasks, ctx.backend = tasks, backend
         return out

@@ -23,7 +23,7 @@ from steelyard.domain.layout import Layout
 from steelyard.domain.plan import DispatchPlan, DispatchTables
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
-from steelyard.errors import PeerError, UsageError
+from steelyard.errors import PeerError, UsageError, first_line
 from steelyard.observe.meter import Meter
 from steelyard.planner import make_plan
 from steelyard.planner.tables import build_tables
@@ -38,6 +38,7 @@ class NanoBatchPlan:
     plan: DispatchPlan
     tables: DispatchTables
     index: int
+    step: int = 0
 
     @property
     def work_by_server(self) -> np.ndarray:
@@ -154,10 +155,10 @@ class Balancer:
             nano_batches = []
             for index in range(rounds):
                 lengths_by_rank = [lengths[index] if index < len(lengths) else [] for lengths, _ in messages]
-                nano_batches.append(self.plan_layout(Layout.from_doc_lengths(lengths_by_rank), index))
+                nano_batches.append(self.plan_layout(Layout.from_doc_lengths(lengths_by_rank), index, step=step))
             return StepPlan(tuple(nano_batches), tuple(note for _, note in messages), step)
 
-    def plan_layout(self, layout: Layout, index: int = 0, policy: str | None = None) -> NanoBatchPlan:
+    def plan_layout(self, layout: Layout, index: int = 0, *, policy: str | None = None, step: int = 0) -> NanoBatchPlan:
         """Plan a layout that all ranks know already; no message. `policy` overrides the balancer's."""
         plan = make_plan(
             layout,
@@ -167,13 +168,14 @@ class Balancer:
             tolerance=self.tolerance,
             window=self.window,
         )
-        return NanoBatchPlan(plan, build_tables(plan, self.rank), index)
+        return NanoBatchPlan(plan, build_tables(plan, self.rank), index, step)
 
-    def core_attention(self, nano_batch: NanoBatchPlan, step: int = 0) -> CoreAttention:
-        """Core attention that carries out `nano_batch` on this rank: `attention(q, k, v, layer)`."""
+    def core_attention(self, nano_batch: NanoBatchPlan, step: int | None = None) -> CoreAttention:
+        """Core attention that carries out `nano_batch` on this rank: `attention(q, k, v, layer)`. `step` is what errors
+        and traces call this step; None: the number of the plan."""
         return CoreAttention(
             nano_batch.tables, self.backend, self.exchange, self.arena,
-            memory=self.memory, nano_batch=nano_batch.index, step=step,
+            memory=self.memory, nano_batch=nano_batch.index, step=nano_batch.step if step is None else step,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -188,9 +190,9 @@ class Balancer:
         try:
             dist.all_gather_object(gathered, message, group=self.planning_group)
         except RuntimeError as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            who = self.progress.explain(None) if self.progress is not None else "no progress is published"
             raise PeerError(
-                f"planning of step {step}: the lengths of all ranks did not arrive ({reason}); "
-                "a rank has ended, or is still at an earlier step after the planning group's time-out"
+                f"planning of step {step}: the lengths of all ranks did not arrive: {who}. Look at the log of the rank "
+                f"that is missing. [{first_line(error)}]"
             ) from error
         return gathered

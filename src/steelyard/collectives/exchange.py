@@ -5,6 +5,7 @@ Every rank of the group enters every exchange, also with nothing to send. The sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.collectives.progress import Point, Progress
-from steelyard.errors import PeerError
+from steelyard.errors import PeerError, first_line
 from steelyard.observe.meter import Meter
 
 
 class Transfer:
     """One all-to-all under way. `wait` blocks until the received rows are there."""
 
-    def __init__(self, exchange: Exchange, work: dist.Work, point: Point, send: Tensor) -> None:
-        self._exchange, self._work, self._point = exchange, work, point
+    def __init__(self, exchange: Exchange, work: dist.Work, point: Point, number: int | None, send: Tensor) -> None:
+        self._exchange, self._work, self._point, self._number = exchange, work, point, number
         self._send = send  # alive until the transfer has read it
 
     def wait(self) -> None:
@@ -30,12 +31,12 @@ class Transfer:
         Raises:
             PeerError: a rank did not take part in time, or is gone; names it and the layer.
         """
-        exchange = self._exchange
+        exchange, start_s = self._exchange, time.monotonic()
         with exchange.meter.span(f"wait {self._point.phase}", "wait", layer=self._point.layer):
             try:
                 self._work.wait(timedelta(seconds=exchange.timeout_s))
             except RuntimeError as error:
-                raise exchange.failure(self._point, error) from error
+                raise exchange.failure(self._point, self._number, time.monotonic() - start_s, error) from error
         del self._send
 
 
@@ -72,15 +73,14 @@ class Exchange:
             PeerError: the group is broken.
         """
         assert send.is_contiguous() and receive.is_contiguous()
-        if self.progress is not None:
-            self.progress.enter(point)
+        number = self.progress.enter(point) if self.progress is not None else None
         start_s = self.meter.clock()
         try:
             work = dist.all_to_all_single(
                 receive, send, list(receive_counts), list(send_counts), group=self.group, async_op=True
             )
         except RuntimeError as error:
-            raise self.failure(point, error) from error
+            raise self.failure(point, number, 0.0, error) from error
         assert work is not None
         trace = self.meter.trace
         if trace is not None and trace.enabled:
@@ -100,14 +100,15 @@ class Exchange:
                 )
 
             work.get_future().add_done_callback(note_end)
-        return Transfer(self, work, point, send)
+        return Transfer(self, work, point, number, send)
 
-    def failure(self, point: Point, error: BaseException) -> PeerError:
-        """The error that names who is missing at `point`."""
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        who = self.progress.explain(point) if self.progress is not None else "no progress is published"
-        return PeerError(
-            f"the exchange did not complete within {self.timeout_s:g} s ({point}): {who}. "
-            "Every rank must enter every exchange: look at the log of the rank named, or raise the time-out. "
-            f"[{reason}]"
-        )
+    def failure(self, point: Point, number: int | None, waited_s: float, error: BaseException) -> PeerError:
+        """The error that names who is missing at `point`, this rank's exchange `number`."""
+        who = self.progress.explain(number) if self.progress is not None else "no progress is published"
+        if waited_s >= 0.9 * self.timeout_s:
+            what = f"did not complete within {self.timeout_s:g} s"
+            advice = "Every rank must enter every exchange: look at the log of the rank named, or raise the time-out"
+        else:
+            what = f"failed after {waited_s:.1f} s"
+            advice = "Look at the log of the rank named"
+        return PeerError(f"the exchange {what} ({point}): {who}. {advice}. [{first_line(error)}]")

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from steelyard.errors import first_line
+
 
 @dataclass(frozen=True)
 class Point:
@@ -72,9 +74,10 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name="steelyard-progress", daemon=True)
         self._thread.start()
 
-    def enter(self, point: Point) -> None:
-        """Note that this rank starts the exchange at `point`. Costs no message."""
+    def enter(self, point: Point) -> int:
+        """Note that this rank starts the exchange at `point`; how many it has started. Costs no message."""
         self._position = (self._position[0] + 1, point)
+        return self._position[0]
 
     def close(self) -> None:
         self._closed.set()
@@ -82,7 +85,7 @@ class Progress:
             self._thread.join(timeout=2 * self.period_s)
 
     def read(self) -> list[RankStatus]:
-        """Status of every rank of the group. Takes two periods: a heartbeat must be seen to move."""
+        """Status of every rank of the group. Takes two and a half periods: a heartbeat must be seen to move."""
         before = self._read_all()
         self._sleep(2.5 * self.period_s)
         after = self._read_all()
@@ -95,22 +98,21 @@ class Progress:
             statuses.append(RankStatus(rank, new["exchanges"], new["point"], alive))
         return statuses
 
-    def explain(self, point: Point) -> str:
-        """Say which ranks are missing from this rank's current exchange, and where they were last."""
+    def explain(self, exchanges: int | None) -> str:
+        """Say which ranks are missing, and where they were last: those that do not respond, and those that have started
+        fewer than `exchanges` (None: only those that do not respond, when the failure is not in an exchange)."""
         try:
-            statuses = self.read()
+            statuses = [s for s in self.read() if s.rank != self.rank]
         except (RuntimeError, OSError) as error:
-            return f"the store that would name the missing rank does not answer either ({_first_line(error)})"
-        own = self._position[0]
-        missing = [s for s in statuses if s.rank != self.rank and (not s.alive or s.exchanges < own)]
-        if not missing:
-            return "every rank entered it and is alive: the link between them is stuck or slower than the time-out"
-        parts = []
-        for status in missing[:8]:
-            state = "is alive elsewhere" if status.alive else "does not respond (killed or unreachable)"
-            parts.append(f"rank {status.rank} {state}, last seen: {status.point}")
-        more = f" (+{len(missing) - 8} more)" if len(missing) > 8 else ""
-        return "; ".join(parts) + more
+            return f"the store that would name the missing rank does not answer either ({first_line(error)})"
+        gone = [s for s in statuses if not s.alive]
+        late = [s for s in statuses if s.alive and exchanges is not None and s.exchanges < exchanges]
+        parts = [f"rank {s.rank} does not respond (killed or unreachable), last seen: {s.point}" for s in gone]
+        parts += [f"rank {s.rank} is alive elsewhere, last seen: {s.point}" for s in late]
+        if not parts:
+            return "every other rank is alive and none is behind: the link is stuck or slower than the time-out"
+        more = f" (+{len(parts) - 8} more)" if len(parts) > 8 else ""
+        return "; ".join(parts[:8]) + more
 
     def _publish(self) -> None:
         exchanges, point = self._position
@@ -129,7 +131,3 @@ class Progress:
     def _read_all(self) -> list[dict[str, Any] | None]:
         keys = [f"rank{r}" for r in range(self.ranks)]
         return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -29,8 +29,13 @@ class Arena:
     def acquire(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with arbitrary contents; give it back with `release`."""
         count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device=self.device)
         free = self._free.setdefault(dtype, [])
-        best = min((i for i, b in enumerate(free) if b.numel() >= count), key=lambda i: free[i].numel(), default=None)
+        # A small request must not hold a large buffer: whoever needs that next would have to allocate another one.
+        most = 2 * _size_class(count)
+        fitting = (i for i, b in enumerate(free) if count <= b.numel() <= most)
+        best = min(fitting, key=lambda i: free[i].numel(), default=None)
         if best is not None:
             buffer = free.pop(best)
         else:
@@ -42,7 +47,7 @@ class Arena:
     def release(self, *tensors: Tensor | None) -> None:
         """Take back tensors that `acquire` lent; their contents are gone."""
         for tensor in tensors:
-            if tensor is None:
+            if tensor is None or tensor.numel() == 0:
                 continue
             whole = torch.empty(0, dtype=tensor.dtype, device=self.device).set_(tensor.untyped_storage())
             self._free[tensor.dtype].append(whole)

@@ -22,12 +22,15 @@ sent or received. Keys and values travel together as (S, 2, K, H).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from steelyard.attention import accumulator_dtype
 from steelyard.attention.interface import Backend
@@ -118,6 +121,15 @@ class CoreAttention:
         self.q_receive_counts = tables.q_receive_counts.tolist()
         self.kv_send_counts = tables.kv_send_counts.tolist()
         self.kv_receive_counts = tables.kv_receive_counts.tolist()
+
+    @contextmanager
+    def kernel(self, name: str, call: Call) -> Iterator[None]:
+        """Around a back end: measured, and without autocast, which would round its fp32 sums to 16 bits."""
+        with (
+            torch.autocast(self.arena.device.type, enabled=False),
+            self.meter.span(name, "attention", layer=call.layer, nano_batch=self.nano_batch),
+        ):
+            yield
 
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int = 0) -> Tensor:
         """Attention output (T, N, H) of this rank's tokens; T rows of documents packed as in the layout."""
@@ -214,6 +226,7 @@ class _Send(Function):
         return q_TNH.new_zeros(1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         call: Call = ctx.call
         core = call.core_attention
@@ -244,11 +257,12 @@ class _AttendLocal(Function):
         call.out_TNH = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         call.lse_TN = torch.empty(q.shape[:2], dtype=accumulator_dtype(q.dtype), device=q.device)
         out, lse = [call.out_TNH, call.out_TNH[:0]], [call.lse_TN, call.lse_TN[:0]]
-        with core.meter.span("local tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
+        with core.kernel("local tasks", call):
             core.backend.forward(core.tables.local_tasks, *_local_store(call), out, lse)
         return token.new_zeros(1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor]:
         call: Call = ctx.call
         core = call.core_attention
@@ -256,7 +270,7 @@ class _AttendLocal(Function):
         dq, dk, dv = call.dq_TNH, call.dk_TKH, call.dv_TKH
         assert out is not None and lse is not None and dout is not None
         assert dq is not None and dk is not None and dv is not None
-        with core.meter.span("local tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
+        with core.kernel("local tasks, backward", call):
             core.backend.backward(
                 core.tables.local_tasks, [dout, dout[:0]], *_local_store(call), [out, out[:0]], [lse, lse[:0]],
                 [dq, dq[:0]], [dk, dk[:0]], [dv, dv[:0]],
@@ -277,7 +291,7 @@ class _AttendReceived(Function):
             call.out_QNH = arena.acquire(tuple(call.q_QNH.shape), call.q_QNH.dtype)
             call.lse_QN = arena.acquire(tuple(call.q_QNH.shape[:2]), call.lse_TN.dtype)
             out, lse = [call.out_TNH, call.out_QNH], [call.lse_TN, call.lse_QN]
-            with core.meter.span("received tasks", "attention", layer=call.layer, nano_batch=core.nano_batch):
+            with core.kernel("received tasks", call):
                 core.backend.forward(core.tables.received_tasks, *_both_stores(call), out, lse)
             returning = [call.out_QNH]
             if call.needs_backward and core.memory == "resend":
@@ -286,6 +300,7 @@ class _AttendReceived(Function):
         return token.new_zeros(1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor]:
         call: Call = ctx.call
         core, q, k, out, lse, dout = (
@@ -305,7 +320,7 @@ class _AttendReceived(Function):
             assert call.out_QNH is not None and call.lse_QN is not None
             dq_QNH = arena.acquire(tuple(call.q_QNH.shape), q.dtype)
             dkv_S2KH = arena.acquire(tuple(call.kv_S2KH.shape), sum_dtype).zero_()
-            with core.meter.span("received tasks, backward", "attention", layer=call.layer, nano_batch=core.nano_batch):
+            with core.kernel("received tasks, backward", call):
                 core.backend.backward(
                     core.tables.received_tasks, [dout, dout_QNH], *_both_stores(call), [out, call.out_QNH],
                     [lse, call.lse_QN], [dq, dq_QNH], [dk, dkv_S2KH[:, 0]], [dv, dkv_S2KH[:, 1]],
@@ -352,6 +367,7 @@ class _Finish(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout_TNH: Tensor) -> tuple[None, Tensor]:
         call: Call = ctx.call
         core = call.core_attention

@@ -1,6 +1,6 @@
 """Two nano-batches through our own model, so that the transfers of one hide under the compute of the other.
 
-Per layer and half there are four pieces of work: T (finish, the token-wise layers, the next layer's send), L (tasks
+Per layer and half there are three pieces of work: T (finish, the token-wise layers, the next layer's send), L (tasks
 that need local rows only) and R (tasks that need received ones). They are laid out as
 
     T ping, R pong', L ping, T pong, R ping, L pong, T ping, …        (R pong' is the layer before)
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from steelyard.errors import UsageError
 from steelyard.model.layers import Block
-from steelyard.model.transformer import Decoder
+from steelyard.model.transformer import Decoder, check_chunk
 from steelyard.runtime.dispatch import Call
 from steelyard.runtime.step import NanoBatch
 
@@ -63,6 +63,7 @@ class _Half:
     """One nano-batch on its way through the layers."""
 
     def __init__(self, decoder: Decoder, nano: NanoBatch) -> None:
+        check_chunk(nano.tokens_T, nano.positions_T, nano.labels_T)
         self.decoder, self.nano = decoder, nano
         self.blocks = cast(Sequence[Block], decoder.blocks)
         self.layer = 0

@@ -10,6 +10,7 @@ import importlib.util
 import multiprocessing
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -75,8 +76,9 @@ class WorkerPool:
         outcomes: list[Any] = [None] * ranks
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:ranks])}
         failed = False
+        deadline_s = time.monotonic() + timeout_s
         while pending:
-            ready = wait(list(pending), timeout=timeout_s)
+            ready = wait(list(pending), timeout=max(0.0, deadline_s - time.monotonic()))
             if not ready:
                 self.close()
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not answer within {timeout_s:g} s")
@@ -86,6 +88,8 @@ class WorkerPool:
                     ok, value = pipe.recv()
                 except EOFError:
                     ok, value = False, ("ProcessDied", "the worker process ended")
+                except Exception as error:  # an answer that cannot be read here; later ones must not be taken for it
+                    ok, value = False, (type(error).__name__, f"its answer cannot be read: {error}")
                 outcomes[rank] = value if ok else RemoteError(rank, *value)
                 failed |= not ok
         if failed:

@@ -58,7 +58,7 @@ class DemoStep:
 def train_config(config: DemoConfig) -> TrainConfig:
     """The training run of the demo: a Llama-type byte-level model of two layers on Python's own source files."""
     library = sysconfig.get_paths()["stdlib"]
-    # Of the packages, s… and t… are left out: third-party packages and the test suite live there.
+    # Of the packages, l…, s… and t… are left out: third-party packages and test suites live there.
     short = SourceConfig(f"{library}/[a-km-ru-z]*/**/*.py", weight=0.7, min_bytes=64, max_bytes=3000)
     long = SourceConfig(f"{library}/*.py", weight=0.3, min_bytes=config.chunk_tokens, max_bytes=40_000)
     return TrainConfig(

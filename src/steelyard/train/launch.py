@@ -81,7 +81,9 @@ def _train_as_launched(config: TrainConfig, settings: ProcessSettings, as_json: 
     except SteelyardError as error:
         if settings.rank == 0:
             raise
-        return error.exit_code  # rank 0 says it: a failure of one rank is part of what the others report
+        if not isinstance(error, PeerError):  # nobody else knows; that a peer is missing, rank 0 says
+            print(f"steelyard: rank {settings.rank}: error: {error}", file=sys.stderr)
+        return error.exit_code
     return _report(summary, as_json) if settings.rank == 0 else INTERRUPTED * summary["interrupted"]
 
 
@@ -149,7 +151,8 @@ def launch(module: str, config: Any, ranks: int, *, max_restarts: int = 0, debug
             with _forward_stop(folder / STOP_FILE):
                 elastic_launch(agent, sys.executable)("-m", module, str(folder))
         except ChildFailedError as error:
-            raise _cause(folder, {rank: failure.exitcode for rank, failure in error.failures.items()}) from None
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            raise _cause(folder, codes, max_restarts) from None
         values: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
         return values
 
@@ -174,11 +177,9 @@ def _forward_stop(stop_file: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _cause(folder: Path, exit_codes: dict[int, int]) -> SteelyardError:
+def _cause(folder: Path, exit_codes: dict[int, int], last_attempt: int) -> SteelyardError:
     """The error of the last attempt that explains the others."""
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]
-    attempts = [int(path.name.split("-")[1]) for path in folder.glob("error-*.json")]
-    latest = [r for r, attempt in zip(reports, attempts, strict=True) if attempt == max(attempts)]
+    latest = [json.loads(p.read_text(encoding="utf-8")) for p in folder.glob(f"error-{last_attempt}-*.json")]
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
     first = min(latest, key=lambda r: (r["type"] == PeerError.__name__, r["rank"]), default=None)
     if killed and (first is None or first["type"] == PeerError.__name__):

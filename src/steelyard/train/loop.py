@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from steelyard.data.failures import SkipReport
 from steelyard.data.stream import merge_states
 from steelyard.domain.layout import Layout
-from steelyard.errors import PeerError, SteelyardError
+from steelyard.errors import PeerError, SteelyardError, first_line
 from steelyard.model.weights import export_state
 from steelyard.observe.records import StepRecord
 from steelyard.observe.trace import Span, write_perfetto
@@ -155,7 +155,7 @@ class Trainer:
             self._tokens += planned.tokens
             self._loader = dict(planned.loader)
             self._measure(planned, loss_sum, grad_norm, lr, start_s)
-            if due:
+            if due and not self._interrupted:
                 self._evaluate(prefetcher.take())
             if save_due and not self._interrupted:
                 self._save()
@@ -176,7 +176,7 @@ class Trainer:
     def _train_step(self, planned: PlannedStep, step: int) -> tuple[Tensor, Tensor, float]:
         """Forward, backward and update; this rank's loss sum, the global gradient norm and the learning rate."""
         parts, meter = self.parts, self.parts.meter
-        nano_batches = parts.nano_batches(planned.chunks, planned.plan.nano_batches, planned.plan.step)
+        nano_batches = parts.nano_batches(planned.chunks, planned.plan.nano_batches, step)
         size = self.config.nano_batches_at_once(parts.ranks)
         total = torch.zeros((), dtype=torch.float32, device=parts.device)
         for first in range(0, len(nano_batches), size):
@@ -259,7 +259,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64)
         with parts.replicas.evaluate(), parts.autocast:
             for planned in rounds:
-                nano_batches = parts.nano_batches(planned.chunks, planned.plan.nano_batches, planned.plan.step)
+                nano_batches = parts.nano_batches(planned.chunks, planned.plan.nano_batches, self._step)
                 for first in range(0, len(nano_batches), size):
                     total += parts.replicas(nano_batches[first : first + size]).double().cpu()
         dist.all_reduce(total, group=parts.groups.control)
@@ -425,16 +425,9 @@ class Trainer:
             self._say(f"all {config.steps} steps are done already: raise steps to go on, or choose another out_dir")
 
     def _peer_error(self, error: RuntimeError) -> PeerError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        missing = ""
         progress = self.parts.balancer.progress
-        if progress is not None:
-            try:
-                gone = [str(status.rank) for status in progress.read() if not status.alive]
-                missing = f"rank {', '.join(gone)} does not respond; " if gone else ""
-            except (RuntimeError, OSError):
-                missing = "the store does not respond either; "
-        return PeerError(f"step {self._step + 1}: another rank ended or came too late: {missing}[{reason}]")
+        who = progress.explain(None) if progress is not None else "no progress is published"
+        return PeerError(f"step {self._step + 1}: another rank ended or came too late: {who} [{first_line(error)}]")
 
 
 def _refuse_not_finite(records: Sequence[StepRecord]) -> None:
