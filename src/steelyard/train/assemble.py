@@ -118,9 +118,25 @@ def choose_device(settings: ProcessSettings, asked: str) -> torch.device:
         torch.cuda.set_device(device)
         return device
     if settings.threads is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // settings.local_world_size))
+        share_cores(settings.local_rank, settings.local_world_size)
     return torch.device("cpu")
+
+
+def share_cores(local_rank: int, local_ranks: int) -> None:
+    """Give this process its part of the machine's cores, and torch as many threads.
+
+    With several ranks each stays on cores of its own: the transfers' threads of one rank would otherwise push another
+    rank's computation from core to core, and in a balanced step everybody waits for whoever is pushed.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(1, len(cores) // local_ranks)
+    torch.set_num_threads(count)
+    if local_ranks > 1:
+        first = local_rank * count % len(cores)
+        os.sched_setaffinity(0, cores[first : first + count])
 
 
 def uses_gpu(asked: str) -> bool:
