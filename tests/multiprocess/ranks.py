@@ -22,6 +22,7 @@ from steelyard.errors import PeerError
 from steelyard.model.config import ModelConfig
 from steelyard.model.transformer import Decoder
 from steelyard.observe.meter import Meter
+from steelyard.planner.rates import Rate
 from steelyard.observe.trace import Span, Trace
 from steelyard.planner.checks import verify
 from steelyard.runtime import ping_pong
@@ -86,7 +87,7 @@ def attention_of_layout(
         "dk": k.grad.numpy(),
         "dv": v.grad.numpy(),
         "work": nano.work_by_server,
-        "sent": (int(nano.tables.q_send_counts.sum()), int(nano.tables.kv_send_counts.sum())),
+        "sent": (nano.tables.q_sent, nano.tables.kv_sent),
         "received": (nano.tables.q_received, nano.tables.kv_received),
         "allocations": balancer.arena.allocations,
         "bytes": {
@@ -104,6 +105,49 @@ def spans_by_phase(trace: Trace) -> dict[str, list[Span]]:
         if span.track == "transfer":
             phases.setdefault(span.name, []).append(span)
     return phases
+
+
+def live_bytes(
+    rank: int,
+    ranks: int,
+    group: dist.ProcessGroup,
+    shards: Sequence[tuple[int, int, int, int]],
+    dtype: torch.dtype,
+    memory: str,
+) -> dict[str, Any]:
+    """Bytes that one layer's attention has out of its arena: at most, between the passes, and at the end."""
+    shape = AttentionShape(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim, element_bytes=dtype.itemsize)
+    layout = Layout.from_shards(shards, ranks)
+    balancer = Balancer(
+        group, shape=shape, tolerance=0.0, dtype=dtype, planning_group=group, timeout_s=30, memory=memory
+    )  # fmt: skip
+    live, peak = 0, 0
+    acquire, release = balancer.arena.acquire, balancer.arena.release
+
+    def count_acquire(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        nonlocal live, peak
+        tensor = acquire(size, kind)
+        live += tensor.nbytes
+        peak = max(peak, live)
+        return tensor
+
+    def count_release(*tensors: torch.Tensor | None) -> None:
+        nonlocal live
+        live -= sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        release(*tensors)
+
+    balancer.arena.acquire, balancer.arena.release = count_acquire, count_release  # type: ignore[method-assign]
+    q, k, v, dout = (t.to(dtype) for t in qkv_of(layout, rank, torch.float32, shape))
+    for tensor in (q, k, v):
+        tensor.requires_grad_(True)
+    nano = balancer.plan_layout(layout)
+    out = balancer.core_attention(nano)(q, k, v)
+    between = live
+    (out * dout).sum().backward()
+    planned = verify(nano.plan).memory
+    kept = planned.kept if memory == "keep" else torch.zeros(ranks, dtype=torch.int64)
+    peaks = planned.keep_peak if memory == "keep" else planned.resend_peak
+    return {"counted": (peak, between, live), "planned": (int(peaks[rank]), int(kept[rank]), 0)}
 
 
 def arena_growth(rank: int, ranks: int, group: dist.ProcessGroup, lengths: Sequence[int], steps: int) -> list[int]:
@@ -221,9 +265,11 @@ def train_step(
     config: ModelConfig = MODEL,
     checkpoint_token_wise: bool = False,
     memory: str = "keep",
+    rates: Sequence[Rate] | None = None,
+    reorder: bool = False,
 ) -> dict[str, Any]:
     """Loss and all gradients, summed over ranks, of one step; `lengths[nano][rank]` are document lengths, None where
-    that rank has run out of chunks.
+    that rank has run out of chunks. With `reorder` the plan says which of a rank's chunks goes first.
 
     `together` walks all nano-batches at once (ping-pong), otherwise one after the other.
     """
@@ -235,9 +281,9 @@ def train_step(
     )  # fmt: skip
     order = recorded(balancer.exchange)
     own_lengths = [per_rank[rank] for per_rank in lengths if per_rank[rank] is not None]
-    step = balancer.plan(own_lengths)
+    step = balancer.plan(own_lengths, rate=None if rates is None else rates[rank], reorder=reorder)
     nano_batches = []
-    for index, nano in enumerate(step.nano_batches):
+    for nano, index in zip(step.nano_batches, step.order, strict=True):
         first_doc = 1000 * index + sum(len(own or []) for own in lengths[index][:rank])
         tokens, positions, labels = chunk_of(lengths[index][rank] or [], first_doc)
         nano_batches.append(NanoBatch(tokens, positions, labels, balancer.core_attention(nano)))
@@ -257,6 +303,9 @@ def train_step(
             dist.all_reduce(tensor, group=group)
     return {
         "loss": float(loss),
+        "step_order": step.order,
+        "work": [nano.work_by_server for nano in step.nano_batches],
+        "moved": any(nano.tables.exchanges for nano in step.nano_batches),
         "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
         "order": order,
         "spans": [(s.name, s.track, s.start_s, s.end_s, dict(s.args)) for s in trace.take()],

@@ -106,6 +106,15 @@ def test_bytes_are_those_of_the_plan(pool: WorkerPool, memory: str) -> None:
     assert sent == results[0]["report"].bytes_total
 
 
+@pytest.mark.parametrize("memory", ["keep", "resend"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_are_as_large_as_the_plan_says(pool: WorkerPool, memory: str, dtype: torch.dtype) -> None:
+    """What the arena lends, moment by moment, against what `verify` works out from the tables."""
+    results = pool.run(on_rank.live_bytes, 3, spanning_documents(3), dtype, memory)
+    assert [r["counted"] for r in results] == [r["planned"] for r in results]
+    assert all(r["counted"][0] > 0 for r in results)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_window(pool: WorkerPool, ranks: int) -> None:
     """Case 'stricter masks': window 4, documents [6, 6]; with two ranks the second one holds nothing."""

@@ -10,7 +10,7 @@ import pytest
 from random_layouts import SMALL_SHAPE
 
 from steelyard.domain.layout import Layout
-from steelyard.domain.plan import DispatchPlan, DispatchTables
+from steelyard.domain.plan import DispatchPlan, DispatchTables, ReceivedRows, SentRows
 from steelyard.domain.tasks import CATasks
 from steelyard.domain.topology import Topology
 from steelyard.planner import make_plan
@@ -53,6 +53,13 @@ def test_report_counts_bytes_from_the_tables() -> None:
     assert report.work_by_server.tolist() == [22, 9]
     assert report.work_max_over_mean == pytest.approx(22 / 15.5)
     assert report.received_tokens_max == 8
+    assert report.bytes_out_max_over_mean == report.bytes_in_max_over_mean == 2.0
+    kept = 3 * (2 * query + 4 * 4) + 5 * key
+    assert report.memory.kept.tolist() == [kept, 0]
+    # Rank 0 in backward: what it kept, dOut and dQ, and the sums of dK and dV in fp32.
+    assert report.buffer_bytes_max("keep") == report.memory.keep_peak[0] == kept + 2 * 3 * query + 5 * 2 * key
+    # Resent rows come with those that rank 0 sends to nobody: the same moment is the fullest.
+    assert report.buffer_bytes_max("resend") == report.buffer_bytes_max("keep")
     assert (report.tasks, report.moved_tasks, report.cuts, report.unaligned_cuts) == (4, 1, 2, 2)
 
 
@@ -108,8 +115,15 @@ def change(rank: int, **fields: Callable[[DispatchTables], object]) -> Callable[
     return apply
 
 
+def part(name: str, **columns: Callable[[np.ndarray], np.ndarray]) -> Callable[[DispatchTables], object]:
+    """Replace columns of one part of the tables."""
+    return lambda t: replace(
+        getattr(t, name), **{field: make(getattr(getattr(t, name), field).copy()) for field, make in columns.items()}
+    )
+
+
 def kernel(name: str, field: str, make: Callable[[np.ndarray], np.ndarray]) -> Callable[[DispatchTables], object]:
-    return lambda t: replace(getattr(t, name), **{field: make(getattr(getattr(t, name), field).copy())})
+    return part(name, **{field: make})
 
 
 def bump(index: int, by: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -120,16 +134,44 @@ def bump(index: int, by: int) -> Callable[[np.ndarray], np.ndarray]:
     return apply
 
 
+PEERS = ("peer", "rows", "runs")
+
+
+def runs(row: list[int], length: list[int], listed: int | None = None) -> Callable[[DispatchTables], object]:
+    """Other runs of key rows to the only peer, with the count of rows left as it was."""
+    return part(
+        "kv_send",
+        run_row=lambda _: np.array(row),
+        run_length=lambda _: np.array(length),
+        runs=lambda _: np.array([len(row) if listed is None else listed]),
+    )
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (change(1, kv_send_rows=lambda t: t.kv_send_rows[::-1]), "promise 4"),
-        (change(1, kv_send_rows=lambda t: np.concatenate([t.kv_send_rows[1:], t.kv_send_rows[-1:]])), "promise 4"),
-        (change(1, kv_send_rows=lambda t: t.kv_send_rows[:-1]), "counts add up"),
-        (change(1, kv_send_rows=lambda t: t.kv_send_rows + 100), "outside"),
-        (change(1, kv_send_counts=lambda t: t.kv_send_counts[::-1]), "itself|peer expects"),
-        (change(0, q_receive_counts=lambda t: t.q_receive_counts + 1), "peer expects"),
-        (change(1, q_send_rows=lambda t: t.q_send_rows + 1), "position"),
+        (change(1, kv_send=runs([5, 0], [5, 5])), "promise 4"),  # not in order of position
+        (change(1, kv_send=runs([0, 4], [5, 5])), "promise 4"),  # a row twice
+        (change(1, kv_send=runs([0], [9])), "counts add up"),
+        (change(1, kv_send=runs([0], [0])), "outside"),
+        (change(1, kv_send=runs([3], [10])), "outside"),
+        (change(1, kv_send=runs([-1], [10])), "outside"),
+        (change(1, kv_send=runs([0, 0], [10, 10], listed=1)), "runs are not as many"),
+        (change(1, kv_send=part("kv_send", run_length=lambda c: np.append(c, 1))), "runs are not as many"),
+        (change(1, kv_send=part("kv_send", peer=bump(0, 1))), "itself"),
+        (change(1, kv_send=part("kv_send", peer=bump(0, -1))), "stranger"),
+        (change(1, kv_send=part("kv_send", rows=lambda c: c[:0])), "one count each"),
+        (change(1, kv_send=part("kv_send", **{name: lambda c: np.repeat(c, 2) for name in PEERS})), "twice"),
+        (change(0, q_receive=part("q_receive", rows=bump(0, 1))), "peer expects"),
+        (change(0, q_receive=part("q_receive", rows=bump(0, -4))), "but none"),
+        (change(0, q_receive=part("q_receive", peer=lambda c: c[:0], rows=lambda c: c[:0])), "peer expects"),
+        (change(1, q_send=part("q_send", run_row=bump(0, 1))), "position"),
+        (change(1, q_sent=lambda t: t.q_sent + 1), "totals"),
+        (change(0, kv_received=lambda t: t.kv_received - 1), "totals"),
+        (change(0, received_tasks=kernel("received_tasks", "segment_offset", bump(0, 1))), "segment offsets"),
+        (change(0, received_tasks=kernel("received_tasks", "segment_offset", lambda c: c[1:])), "segment offset more"),
+        (change(0, received_tasks=kernel("received_tasks", "q_position", lambda c: c[:0])), "another length"),
+        (change(0, received_tasks=kernel("received_tasks", "segment_store", bump(0, 1))), "other than 0 and 1"),
         (change(0, received_pairs=lambda t: t.received_pairs + 1), "its tables say"),
         (change(0, exchanges=lambda t: False), "travel"),
         (change(0, tokens=lambda t: t.tokens + 1), "tokens, ranks or window"),
@@ -152,8 +194,9 @@ def test_rows_that_nobody_reads_are_found() -> None:
     """Rank 0 sends rank 1 its last key, of another document: harmless to results, but paid for."""
     plan = balanced_plan()
     sender, server = build_all_tables(plan)
-    sender = replace(sender, kv_send_rows=np.array([3]), kv_send_counts=np.array([0, 1]))
-    server = replace(server, kv_receive_counts=np.array([1, 0]))
+    one = np.array([1])
+    sender = replace(sender, kv_sent=1, kv_send=SentRows(one, one, one, np.array([3]), one))
+    server = replace(server, kv_received=1, kv_receive=ReceivedRows(np.array([0]), one))
     with pytest.raises(PlanViolation, match="no task reads"):
         verify(plan, [sender, server])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_layouts import SMALL_SHAPE, WINDOWS, layouts
 
 from steelyard.domain.layout import Layout
-from steelyard.domain.plan import DispatchPlan, DispatchTables, KernelTasks
+from steelyard.domain.plan import DispatchPlan, DispatchTables
 from steelyard.domain.tasks import CATasks
 from steelyard.domain.topology import Topology
 from steelyard.planner import make_plan
@@ -24,7 +24,7 @@ def assert_same(one: object, other: object, where: str = "tables") -> None:
     assert is_dataclass(one) and is_dataclass(other)
     for field in fields(one):
         left, right, name = getattr(one, field.name), getattr(other, field.name), f"{where}.{field.name}"
-        if isinstance(left, KernelTasks):
+        if is_dataclass(left):
             assert_same(left, right, name)
         elif isinstance(left, np.ndarray):
             assert left.dtype == np.int64, name
@@ -60,6 +60,11 @@ def test_tables_equal_their_slow_twin(plan: DispatchPlan) -> None:
         assert_same(build_tables(plan, rank), expected)
 
 
+def columns_of(part: object) -> dict[str, list[int]]:
+    assert is_dataclass(part)
+    return {field.name: getattr(part, field.name).tolist() for field in fields(part)}
+
+
 def two_rank_plan() -> DispatchPlan:
     """Document 0 (4 tokens) on rank 0, document 1 (6 tokens) on rank 1; rank 0 computes its queries [2, 5)."""
     layout = Layout.from_doc_lengths([[4], [6]])
@@ -71,11 +76,12 @@ def two_rank_plan() -> DispatchPlan:
 
 def test_a_moved_range_sends_its_queries_and_all_keys_before_its_end() -> None:
     server, home = build_all_tables(two_rank_plan())
-    assert home.q_send_rows.tolist() == [2, 3, 4]
-    assert home.kv_send_rows.tolist() == [0, 1, 2, 3, 4]
-    assert home.q_send_counts.tolist() == [3, 0]
-    assert server.q_receive_counts.tolist() == [0, 3]
-    assert server.kv_receive_counts.tolist() == [0, 5]
+    assert columns_of(home.q_send) == {"peer": [0], "rows": [3], "runs": [1], "run_row": [2], "run_length": [3]}
+    assert columns_of(home.kv_send) == {"peer": [0], "rows": [5], "runs": [1], "run_row": [0], "run_length": [5]}
+    assert columns_of(server.q_send) == {"peer": [], "rows": [], "runs": [], "run_row": [], "run_length": []}
+    assert columns_of(server.q_receive) == {"peer": [1], "rows": [3]}
+    assert columns_of(server.kv_receive) == {"peer": [1], "rows": [5]}
+    assert (home.q_sent, home.kv_sent, server.q_received, server.kv_received) == (3, 5, 3, 5)
     assert (server.local_pairs, server.received_pairs) == (10, 3 + 4 + 5)
     task = server.received_tasks
     assert (task.q_store.tolist(), task.q_row.tolist(), task.q_position.tolist()) == ([1], [0], [2])
@@ -92,6 +98,35 @@ def test_a_key_is_stored_once_for_two_tasks_of_one_document() -> None:
     assert server.kv_received == 9
     assert server.received_tasks.segment_row.tolist() == [0, 0]
     assert server.received_tasks.segment_length.tolist() == [4, 9]
+
+
+def test_consecutive_rows_to_one_server_are_one_run() -> None:
+    """Two tasks of a document and the whole document after it go from rank 1 to rank 0, one task to rank 2."""
+    layout = Layout.from_doc_lengths([[], [6, 3, 4], []])
+    rows = [(0, 0, 2, 0, 0), (0, 2, 6, 0, 0), (1, 0, 3, 0, 1), (2, 0, 1, 1, 2), (2, 1, 4, 2, 2)]
+    plan = DispatchPlan(
+        layout, CATasks.from_columns(*np.array(rows, dtype=np.int64).T), Topology(3), SMALL_SHAPE, 0.0, "random"
+    )
+    home = build_all_tables(plan)[1]
+    assert columns_of(home.q_send) == {
+        "peer": [0, 2], "rows": [9, 3], "runs": [1, 1], "run_row": [0, 10], "run_length": [9, 3]
+    }  # fmt: skip
+    assert columns_of(home.kv_send) == {
+        "peer": [0, 2], "rows": [9, 4], "runs": [1, 1], "run_row": [0, 9], "run_length": [9, 4]
+    }  # fmt: skip
+
+
+def test_tables_grow_with_what_is_sent_not_with_the_square_of_ranks() -> None:
+    def elements(part: object) -> int:
+        if isinstance(part, np.ndarray):
+            return part.size
+        return sum(elements(getattr(part, f.name)) for f in fields(part)) if is_dataclass(part) else 0  # type: ignore[arg-type]
+
+    def of(ranks: int) -> int:
+        layout = Layout.from_doc_lengths([[64], [8] * 8] * (ranks // 2))
+        return sum(elements(t) for t in build_all_tables(make_plan(layout, shape=SMALL_SHAPE, tolerance=0.1)))
+
+    assert of(256) < 5 * of(64)
 
 
 def test_head_tail_task_reads_three_segments() -> None:
@@ -119,12 +154,12 @@ def test_one_rank_builds_only_what_touches_it(monkeypatch: pytest.MonkeyPatch) -
     seen: list[int] = []
     whole = module.exchange_of
 
-    def counting(plan: DispatchPlan, chosen: np.ndarray | None = None) -> module.Exchange:
-        seen.append(len(plan.tasks) if chosen is None else len(chosen))
-        return whole(plan, chosen)
+    def counting(plan: DispatchPlan, chosen: np.ndarray, shards: np.ndarray) -> module.Exchange:
+        seen.extend([len(chosen), len(shards)])
+        return whole(plan, chosen, shards)
 
     monkeypatch.setattr(module, "exchange_of", counting)
     layout = Layout.from_doc_lengths([[8] * 10 for _ in range(20)])
     tables = build_tables(make_plan(layout, policy="packed", shape=SMALL_SHAPE), 7)
     assert isinstance(tables, DispatchTables)
-    assert seen == [10]
+    assert seen == [10, 10]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 def int_column(values: Iterable[int] | IntArray) -> IntArray:

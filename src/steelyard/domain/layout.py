@@ -7,7 +7,7 @@ core attention of a query range is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +126,28 @@ class Layout:
         doc = np.searchsorted(ends, starts, side="right")
         doc_first = (ends - lengths)[doc]
         return cls.from_columns(doc, starts - doc_first, cuts - starts, starts // max(1, tokens_per_rank), ranks=ranks)
+
+    @classmethod
+    def head_tail(cls, doc_lengths: Iterable[int] | IntArray, ranks: int) -> Layout:
+        """Each document in 2 × `ranks` pieces; rank r holds pieces r and 2 × ranks − 1 − r of every document.
+
+        The pieces differ by at most one token, so causal work is nearly equal. Documents of length 0 are skipped.
+
+        Raises:
+            UsageError: fewer than one rank, or a negative length.
+        """
+        if ranks < 1:
+            raise UsageError(f"head-tail layout: ranks={ranks}, expected at least 1")
+        lengths = np.array([int(n) for n in doc_lengths if n], dtype=np.int64)
+        bounds = lengths[:, None] * np.arange(2 * ranks + 1, dtype=np.int64) // (2 * ranks)
+        # The two middle pieces are neighbours on one rank: one shard.
+        bounds = np.delete(bounds, ranks, axis=1)
+        rank = np.concatenate([np.arange(ranks), np.arange(ranks - 1)[::-1]])
+        sizes = np.diff(bounds, axis=1)
+        doc = np.repeat(np.arange(len(lengths), dtype=np.int64), len(rank))
+        columns = doc, bounds[:, :-1].reshape(-1), sizes.reshape(-1), np.tile(rank, len(lengths))
+        kept = sizes.reshape(-1) != 0
+        return cls.from_columns(*(column[kept] for column in columns), ranks=ranks)
 
     @property
     def docs(self) -> int:

@@ -31,6 +31,8 @@ class DispatchPlan:
         policy: name of the planner that made it.
         window: keys that a query sees at most (its own included); None: all earlier ones.
         memory_limited: a memory cap came before the balance promise.
+        row_keys: what a query row costs besides the keys that it sees, in keys, in the work that is balanced: 0 for
+            pairs, more where the time of a kernel is.
     """
 
     layout: Layout
@@ -41,6 +43,7 @@ class DispatchPlan:
     policy: str
     window: int | None = None
     memory_limited: bool = False
+    row_keys: int = 0
 
     @property
     def home(self) -> IntArray:
@@ -80,19 +83,63 @@ class KernelTasks:
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchTables:
-    """Everything one rank needs to carry out a plan; the runtime does no index arithmetic.
+class SentRows:
+    """Local rows of one kind that leave, as runs: by destination, then by (document, position).
 
-    Rows that leave are listed by destination, then by (document, position); rows that arrive stand by source, then by
-    (document, position): exactly the order in which an all-to-all delivers them. Counts for the rank itself are 0.
+    A run is as long as it can be: consecutive rows to one destination are one run. A row may go to several
+    destinations, but to each only once.
+
+    Attributes:
+        peer: destinations, ascending, never the rank itself, int64 (peers,).
+        rows: rows that go to each, at least 1, int64 (peers,).
+        runs: runs that go to each, int64 (peers,).
+        run_row: first local row of each run, int64 (runs,).
+        run_length: its rows, int64 (runs,).
+    """
+
+    peer: IntArray
+    rows: IntArray
+    runs: IntArray
+    run_row: IntArray
+    run_length: IntArray
+
+    @classmethod
+    def empty(cls) -> SentRows:
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none, none, none, none, none)
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedRows:
+    """How many rows of one kind arrive; they stand by source, then by (document, position).
+
+    Attributes:
+        peer: sources, ascending, never the rank itself, int64 (peers,).
+        rows: rows from each, at least 1, int64 (peers,).
+    """
+
+    peer: IntArray
+    rows: IntArray
+
+    @classmethod
+    def empty(cls) -> ReceivedRows:
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none, none)
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchTables:
+    """Everything one rank needs to carry out a plan; the runtime copies runs of rows and computes no index.
+
+    Rows arrive in the order in which an all-to-all delivers them. Peers are listed only where rows travel, so that the
+    tables of n ranks together grow with what is sent, not with n².
 
     Attributes:
         rank, ranks: this rank and the size of the group.
         tokens: rows of the rank's own q, k, v.
-        q_send_rows: local query rows that leave, int64 (rows,).
-        q_send_counts, q_receive_counts: query rows per peer, int64 (ranks,).
-        kv_send_rows: local key/value rows that leave, int64 (rows,); a row stands once per destination.
-        kv_send_counts, kv_receive_counts: key/value rows per peer, int64 (ranks,).
+        q_send, kv_send: query rows and key/value rows that leave.
+        q_receive, kv_receive: those that arrive, in store 1 of the tasks.
+        q_sent, kv_sent, q_received, kv_received: how many those are, over all peers.
         local_tasks: tasks whose queries and keys are all local.
         received_tasks: tasks that need any received row.
         local_pairs, received_pairs: (query, key) pairs in each.
@@ -103,25 +150,17 @@ class DispatchTables:
     rank: int
     ranks: int
     tokens: int
-    q_send_rows: IntArray
-    q_send_counts: IntArray
-    q_receive_counts: IntArray
-    kv_send_rows: IntArray
-    kv_send_counts: IntArray
-    kv_receive_counts: IntArray
+    q_send: SentRows
+    q_receive: ReceivedRows
+    kv_send: SentRows
+    kv_receive: ReceivedRows
+    q_sent: int
+    kv_sent: int
+    q_received: int
+    kv_received: int
     local_tasks: KernelTasks
     received_tasks: KernelTasks
     local_pairs: int
     received_pairs: int
     window: int | None = None
     exchanges: bool = True
-
-    @property
-    def q_received(self) -> int:
-        """Query rows that arrive."""
-        return int(self.q_receive_counts.sum())
-
-    @property
-    def kv_received(self) -> int:
-        """Key/value rows that arrive."""
-        return int(self.kv_receive_counts.sum())

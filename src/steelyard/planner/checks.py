@@ -1,8 +1,8 @@
 """`verify`: does a plan keep its promises, and what does it send? Worked out from the tables alone.
 
 The planner's own account is not asked: the tables of all ranks are carried out on row names (`replay`), and coverage,
-bytes and work follow from what arrives and what is read. Small cases are checked pair by pair as well; 512 ranks take a
-second or two.
+bytes and work follow from what arrives and what is read. Small cases are checked pair by pair as well; 512 ranks take
+some tens of milliseconds.
 
 Promises are numbered as in the design: 1 coverage, 2 balance, 3 alignment, 4 nothing local and nothing twice.
 """
@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 
 from steelyard.cost.attention import longest_row_pairs, pairs_array, pairs_before_array
-from steelyard.domain.arrays import IntArray, int_column
+from steelyard.cost.memory import ExchangeMemory, exchange_memory
+from steelyard.domain.arrays import BoolArray, IntArray
 from steelyard.domain.plan import DispatchPlan, DispatchTables
 from steelyard.planner.blocks import BLOCK_TOKENS, SHORT_DOCUMENT_TOKENS, aligned_cuts_promised
-from steelyard.planner.replay import PlanViolation, Reads, Store, Stores, deliver, own_names, read, require
+from steelyard.planner.replay import PlanViolation, Reads, Stores, deliver, own_rows, read, require, require_all
 from steelyard.planner.shares import exact_tolerance, speed_weights
 from steelyard.planner.tables import build_all_tables
 
@@ -42,6 +44,7 @@ class PlanReport:
         work_by_server: pairs per server, int64 (ranks,).
         work_max_over_mean: largest work ÷ share; the share is the mean when all servers are equally fast.
         received_tokens_max: query rows plus key rows that the fullest server receives.
+        memory: bytes of each rank's exchange buffers, in both memory modes.
         tasks, moved_tasks: all of them, and those that are not computed where their queries live.
         cuts: task borders inside a shard.
         unaligned_cuts: those at no multiple of the kernel block, and those in short documents.
@@ -57,6 +60,7 @@ class PlanReport:
     work_by_server: IntArray
     work_max_over_mean: float
     received_tokens_max: int
+    memory: ExchangeMemory
     tasks: int
     moved_tasks: int
     cuts: int
@@ -72,6 +76,24 @@ class PlanReport:
         """Bytes that each rank sends in both phases, int64 (ranks,)."""
         return self.dispatch_bytes_out + self.return_bytes_out
 
+    @property
+    def bytes_in_max_over_mean(self) -> float:
+        """What the busiest receiver gets in the dispatch phase ÷ the mean of all ranks; 1 where nothing travels."""
+        return _max_over_mean(self.dispatch_bytes_in)
+
+    @property
+    def bytes_out_max_over_mean(self) -> float:
+        """What the busiest sender sends in the dispatch phase ÷ the mean of all ranks; 1 where nothing travels."""
+        return _max_over_mean(self.dispatch_bytes_out)
+
+    def buffer_bytes_max(self, memory: Literal["keep", "resend"] = "keep") -> int:
+        """Exchange buffers of the fullest rank: what one layer's attention has alive at one moment, bytes."""
+        return int((self.memory.keep_peak if memory == "keep" else self.memory.resend_peak).max())
+
+
+def _max_over_mean(values: IntArray) -> float:
+    return float(values.max() / values.mean()) if values.any() else 1.0
+
 
 def verify(plan: DispatchPlan, tables: Sequence[DispatchTables] | None = None) -> PlanReport:
     """Check promises 1 to 4 on the tables of all ranks (built here when not given) and count what is sent.
@@ -83,32 +105,28 @@ def verify(plan: DispatchPlan, tables: Sequence[DispatchTables] | None = None) -
     tables = build_all_tables(plan) if tables is None else tables
     ranks = plan.layout.ranks
     require([t.rank for t in tables] == list(range(ranks)), "the tables are not one per rank, in rank order")
-    names = own_names(plan.layout)
-    for table in tables:
+    own = own_rows(plan.layout)
+    for table, tokens in zip(tables, own.rows.tolist(), strict=True):
         require(
-            table.tokens == len(names[table.rank]) and table.window == plan.window and table.ranks == ranks,
+            table.tokens == tokens and table.window == plan.window and table.ranks == ranks,
             f"rank {table.rank}: tokens, ranks or window differ from the plan",
         )
-    stores = deliver(tables, names)
-    travels = any(len(s.queries) or len(s.keys) for s in stores)
+    stores = deliver(tables, own)
+    travels = bool(len(stores.queries.token) or len(stores.keys.token))
     require(
         all(t.exchanges == travels for t in tables),
         f"the tables do not agree that rows {'travel' if travels else 'do not travel'}",
     )
-    reads, work = [], np.zeros(ranks, dtype=np.int64)
-    for table in tables:
-        mine = _reads_of_server(plan, table, stores[table.rank])
-        work[table.rank] = table.local_pairs + table.received_pairs
-        _check_no_waste(table.rank, mine, stores[table.rank])
-        reads.append(mine)
+    reads, work = _read_tasks(plan, tables, stores)
+    _check_no_waste(plan, reads, stores)
     _check_coverage(plan, tables, stores, reads, work)
-    worst = _check_balance(plan, work)
+    worst = _check_balance(plan, work + plan.row_keys * _rows_by_server(tables))
     cuts, unaligned = _count_cuts(plan)
     require(
         unaligned == 0 or not aligned_cuts_promised(plan),
         f"promise 3: {unaligned} of {cuts} cuts fall on no multiple of {BLOCK_TOKENS} queries or cut a short document",
     )
-    return _report(plan, tables, work, worst, cuts, unaligned)
+    return _report(plan, tables, stores, work, worst, cuts, unaligned)
 
 
 def _check_tasks(plan: DispatchPlan) -> None:
@@ -128,56 +146,54 @@ def _check_tasks(plan: DispatchPlan) -> None:
     )
 
 
-def _reads_of_server(plan: DispatchPlan, table: DispatchTables, stores: Stores) -> Reads:
-    """What all tasks of a server read, with its account of pairs checked."""
-    parts = []
-    for kernel, local, stated in (
-        (table.local_tasks, True, table.local_pairs),
-        (table.received_tasks, False, table.received_pairs),
-    ):
-        parts.append(read(table.rank, kernel, local, stores, plan.layout.doc_lengths, plan.window))
-        amount = int(pairs_array(kernel.q_position, kernel.q_position + kernel.q_length, plan.window).sum())
-        require(amount == stated, f"rank {table.rank}: its tasks have {amount} pairs, its tables say {stated}")
-    return Reads(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("first", "end", "key_first")))
+def _read_tasks(plan: DispatchPlan, tables: Sequence[DispatchTables], stores: Stores) -> tuple[Reads, IntArray]:
+    """What all tasks of all servers read, and the pairs of each server, int64 (ranks,), checked against its account."""
+    kernels = [kernel for t in tables for kernel in (t.local_tasks, t.received_tasks)]
+    lists = np.arange(len(kernels))
+    reads = read(lists // 2, kernels, lists % 2 == 0, stores, plan.layout, plan.window)
+    position, length = (np.concatenate([getattr(k, name) for k in kernels]) for name in ("q_position", "q_length"))
+    amount = np.zeros(len(kernels), dtype=np.int64)
+    np.add.at(
+        amount, np.repeat(lists, [len(k) for k in kernels]), pairs_array(position, position + length, plan.window)
+    )
+    stated = np.array([pairs for t in tables for pairs in (t.local_pairs, t.received_pairs)])
+    require_all(amount == stated, lists // 2, "rank {rank}: its tasks have other pairs than its tables say")
+    return reads, amount.reshape(-1, 2).sum(axis=1)
 
 
-def _check_no_waste(server: int, reads: Reads, stores: Stores) -> None:
-    """Promise 4: every received row is another one, and is read."""
+def _check_no_waste(plan: DispatchPlan, reads: Reads, stores: Stores) -> None:
+    """Promise 4: every received row is read. (None comes twice: it lives on one rank only, which sends it once.)"""
+    stride = int(plan.layout.doc_lengths.sum()) + 1  # servers one after another on a line, and not touching
+    base = reads.server * stride
     for kind, store, begins in (("query", stores.queries, reads.first), ("key", stores.keys, reads.key_first)):
-        first, end = store.runs()
-        require(bool(np.all(first[1:] >= end[:-1])), f"promise 4: server {server} receives a {kind} row more than once")
-        require(
-            _inside_union(first, end, begins, reads.end),
-            f"promise 4: server {server} receives a {kind} row that no task reads",
+        first = store.rank * stride + store.token
+        require_all(
+            _inside_union(first, first + store.length, base + begins, base + reads.end),
+            store.rank,
+            f"promise 4: server {{rank}} receives a {kind} row that no task reads",
         )
 
 
-def _inside_union(first: IntArray, end: IntArray, low: IntArray, high: IntArray) -> bool:
+def _inside_union(first: IntArray, end: IntArray, low: IntArray, high: IntArray) -> BoolArray:
     """Whether each [first, end) lies in the union of the intervals [low, high)."""
-    if not len(first):
-        return True
+    if not len(low):
+        return np.zeros(len(first), dtype=bool)
     order = np.argsort(low, kind="stable")
     low, reach = low[order], np.maximum.accumulate(high[order])
-    if not len(low):
-        return False
     opens = np.flatnonzero(np.concatenate([[True], low[1:] > reach[:-1]]))
     closes = reach[np.append(opens[1:], len(low)) - 1]
     at = np.searchsorted(low[opens], first, side="right") - 1
-    return bool(np.all((at >= 0) & (end <= closes[at])))
+    inside: BoolArray = (at >= 0) & (end <= closes[at])
+    return inside
 
 
 def _check_coverage(
-    plan: DispatchPlan,
-    tables: Sequence[DispatchTables],
-    stores: Sequence[Stores],
-    reads: Sequence[Reads],
-    work: IntArray,
+    plan: DispatchPlan, tables: Sequence[DispatchTables], stores: Stores, reads: Reads, work: IntArray
 ) -> None:
     """Promise 1: every query in one task. That each task sees the right keys was checked when it was read."""
-    first, end = (np.concatenate([getattr(r, name) for r in reads]) for name in ("first", "end"))
-    order = np.argsort(first, kind="stable")
-    borders = np.concatenate([[0], end[order]])
-    wrong = np.flatnonzero(borders != np.append(first[order], plan.layout.doc_lengths.sum()))
+    order = np.argsort(reads.first, kind="stable")
+    borders = np.concatenate([[0], reads.end[order]])
+    wrong = np.flatnonzero(borders != np.append(reads.first[order], plan.layout.doc_lengths.sum()))
     require(not len(wrong), f"promise 1: query {borders[wrong[:1]].tolist()} (global token) is not in exactly one task")
     expected = int(pairs_before_array(plan.layout.doc_lengths, plan.window).sum())
     require(int(work.sum()) == expected, f"promise 1: {int(work.sum())} pairs computed, the documents have {expected}")
@@ -185,7 +201,7 @@ def _check_coverage(
         _check_pairs_one_by_one(plan, tables, stores)
 
 
-def _check_pairs_one_by_one(plan: DispatchPlan, tables: Sequence[DispatchTables], stores: Sequence[Stores]) -> None:
+def _check_pairs_one_by_one(plan: DispatchPlan, tables: Sequence[DispatchTables], stores: Stores) -> None:
     """Promise 1 again, with sets of pairs and no arithmetic that could share a mistake with the rest."""
     expected: set[tuple[int, int]] = set()
     first = 0
@@ -196,14 +212,16 @@ def _check_pairs_one_by_one(plan: DispatchPlan, tables: Sequence[DispatchTables]
         first += length
     seen: set[tuple[int, int]] = set()
     for table in tables:
+        query_names, key_names = (
+            [of(i).names(table.rank) for i in (0, 1)] for of in (stores.of_queries, stores.of_keys)
+        )
         for kernel in (table.local_tasks, table.received_tasks):
             for t in range(len(kernel)):
                 keys: list[int] = []
                 for s in range(int(kernel.segment_offset[t]), int(kernel.segment_offset[t + 1])):
-                    store = stores[table.rank].of_keys(int(kernel.segment_store[s]))
-                    keys += _names(store, int(kernel.segment_row[s]), int(kernel.segment_length[s]))
-                store = stores[table.rank].of_queries(int(kernel.q_store[t]))
-                queries = _names(store, int(kernel.q_row[t]), int(kernel.q_length[t]))
+                    names = key_names[int(kernel.segment_store[s])]
+                    keys += names[int(kernel.segment_row[s]) :][: int(kernel.segment_length[s])]
+                queries = query_names[int(kernel.q_store[t])][int(kernel.q_row[t]) :][: int(kernel.q_length[t])]
                 for later, q in zip(range(len(queries) - 1, -1, -1), queries, strict=True):
                     visible = keys[: len(keys) - later]
                     for k in visible if plan.window is None else visible[-plan.window :]:
@@ -212,15 +230,16 @@ def _check_pairs_one_by_one(plan: DispatchPlan, tables: Sequence[DispatchTables]
     require(seen == expected, f"promise 1: {len(expected ^ seen)} pairs are missing or should not be there")
 
 
-def _names(store: Store, row: int, length: int) -> list[int]:
-    names: list[int] = store.names[row : row + length].tolist()
-    return names
+def _rows_by_server(tables: Sequence[DispatchTables]) -> IntArray:
+    """Query rows that each server computes, int64 (ranks,)."""
+    rows = [int(t.local_tasks.q_length.sum()) + int(t.received_tasks.q_length.sum()) for t in tables]
+    return np.array(rows, dtype=np.int64)
 
 
 def _check_balance(plan: DispatchPlan, work: IntArray) -> float:
     """Promise 2; returns the largest work ÷ share. Policies outside `BALANCED_POLICIES` promise nothing."""
     total, weights = int(work.sum()), speed_weights(plan.topology)
-    longest = longest_row_pairs(plan.layout.doc_lengths, plan.window)
+    longest = longest_row_pairs(plan.layout.doc_lengths, plan.window) + plan.row_keys
     tolerance, whole, worst = exact_tolerance(plan.tolerance), sum(weights), 0.0
     promised = plan.policy in BALANCED_POLICIES and not plan.memory_limited
     for server, (weight, done) in enumerate(zip(weights, work.tolist(), strict=True)):
@@ -245,24 +264,33 @@ def _count_cuts(plan: DispatchPlan) -> tuple[int, int]:
 
 
 def _report(
-    plan: DispatchPlan, tables: Sequence[DispatchTables], work: IntArray, worst: float, cuts: int, unaligned: int
+    plan: DispatchPlan,
+    tables: Sequence[DispatchTables],
+    stores: Stores,
+    work: IntArray,
+    worst: float,
+    cuts: int,
+    unaligned: int,
 ) -> PlanReport:
     query_bytes, key_value_bytes = plan.shape.query_bytes, plan.shape.key_value_bytes
-    q_out = int_column([int(t.q_send_counts.sum()) for t in tables]) * query_bytes
-    q_in = int_column([int(t.q_receive_counts.sum()) for t in tables]) * query_bytes
-    kv_out = int_column([int(t.kv_send_counts.sum()) for t in tables]) * key_value_bytes
-    kv_in = int_column([int(t.kv_receive_counts.sum()) for t in tables]) * key_value_bytes
+    q_sent, kv_sent = (np.array([int(s.run_length.sum()) for s in sends]) for sends in (
+        [t.q_send for t in tables], [t.kv_send for t in tables]
+    ))  # fmt: skip
+    q_received, kv_received = stores.queries.rows, stores.keys.rows
+    dispatch_in = q_received * query_bytes + kv_received * key_value_bytes
+    dispatch_out = q_sent * query_bytes + kv_sent * key_value_bytes
     return PlanReport(
-        bytes_total=int((2 * q_out + kv_out).sum()),
-        dispatch_bytes_in=q_in + kv_in,
-        dispatch_bytes_out=q_out + kv_out,
-        return_bytes_in=q_out,
-        return_bytes_out=q_in,
-        busiest_bytes=int(max((q_in + kv_in).max(), (q_out + kv_out).max())),
+        bytes_total=int((dispatch_out + q_received * query_bytes).sum()),
+        dispatch_bytes_in=dispatch_in,
+        dispatch_bytes_out=dispatch_out,
+        return_bytes_in=q_sent * query_bytes,
+        return_bytes_out=q_received * query_bytes,
+        busiest_bytes=int(max(dispatch_in.max(), dispatch_out.max())),
         pairs_total=int(work.sum()),
         work_by_server=work,
         work_max_over_mean=worst,
-        received_tokens_max=max(t.q_received + t.kv_received for t in tables),
+        received_tokens_max=int((q_received + kv_received).max()),
+        memory=exchange_memory(q_sent, kv_sent, q_received, kv_received, plan.shape),
         tasks=len(plan.tasks),
         moved_tasks=int((plan.home != plan.tasks.server).sum()),
         cuts=cuts,

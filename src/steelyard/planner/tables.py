@@ -6,83 +6,61 @@ and the shards, sorted by it, tile the line. A server's tasks of one document ne
 rank. A piece that lives on the server itself is read where it is; each other piece is sent once and stored once, and
 every task of that server reads it from there.
 
-`exchange_of` computes all of it for a set of tasks in a fixed number of numpy calls; `build_tables` hands it only the
-tasks that touch one rank, `build_all_tables` all of them. The slow obvious twin is `planner.tables_reference`.
+`exchange_of` computes all of it for a set of tasks in a fixed number of numpy calls. `build_tables` hands it only the
+tasks that touch one rank, `build_all_tables` all of them; what is left per rank is to cut the columns, so that the
+tables of all ranks are views of the same few arrays. The slow obvious twin is `planner.tables_reference`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from steelyard.cost.attention import pairs_array
 from steelyard.domain.arrays import IntArray
 from steelyard.domain.layout import Layout
-from steelyard.domain.plan import DispatchPlan, DispatchTables, KernelTasks
+from steelyard.domain.plan import DispatchPlan, DispatchTables, KernelTasks, ReceivedRows, SentRows
 
 
 @dataclass(frozen=True, eq=False)
-class RowRuns:
-    """Runs of rows that travel, sorted by (server, source, global token): the order in which they arrive.
+class Transfers:
+    """All rows of one kind that travel, as the columns of `SentRows` and `ReceivedRows` of all ranks.
+
+    A *link* is a (source, server) pair between which rows travel.
 
     Attributes:
-        server, source: ranks, int64 (runs,); never equal.
-        token: first global token of the run.
-        length: rows.
-        source_row: first local row on the source.
-        server_row: first row among those that the server receives.
+        run_row, run_length: runs by (source, server, global token), int64 (runs,).
+        source, send_peer, send_rows, send_runs: links by (source, server), int64 (links,).
+        server, receive_peer, receive_rows: the same links by (server, source).
     """
 
-    server: IntArray
+    run_row: IntArray
+    run_length: IntArray
     source: IntArray
-    token: IntArray
-    length: IntArray
-    source_row: IntArray
-    server_row: IntArray
+    send_peer: IntArray
+    send_rows: IntArray
+    send_runs: IntArray
+    server: IntArray
+    receive_peer: IntArray
+    receive_rows: IntArray
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """Transfers and kernel tasks of a whole plan, as columns.
 
-    `queries` and `keys` are what travels; `queries_by_source` and `keys_by_source` give their runs in the order in
-    which sources send them: (source, server, global token). `kernel` holds the tasks of all servers, sorted by (server,
-    received, global token), where `kernel_received` says which tasks need a received row.
+    `kernel` holds the tasks of all servers, sorted by (server, received, global token). `kernel_list` is
+    2 × server + 1 for a task that needs a received row, 2 × server for the others: a rank's two lists of tasks.
     """
 
-    queries: RowRuns
-    queries_by_source: IntArray
-    keys: RowRuns
-    keys_by_source: IntArray
-    kernel_server: IntArray
-    kernel_received: IntArray
-    kernel_pairs: IntArray
+    queries: Transfers
+    keys: Transfers
     kernel: KernelTasks
-
-
-def _sums_before(group: IntArray, length: IntArray) -> IntArray:
-    """Sum of the lengths before each element within its group; equal groups stand together."""
-    before = np.cumsum(length) - length
-    if not len(group):
-        return before
-    first = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
-    return before - np.repeat(before[first], np.diff(np.append(first, len(group))))
-
-
-def _expand(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
-    """For each i the numbers first[i] … last[i], and beside each the i that it belongs to."""
-    count = last - first + 1
-    owner = np.repeat(np.arange(len(first)), count)
-    offset = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    return owner, first[owner] + offset
-
-
-def _rows(first: IntArray, length: IntArray, numbers: IntArray) -> IntArray:
-    """The rows of all runs, one run after another, copied from `numbers` = 0, 1, 2, …: faster than computing them."""
-    if not len(first):
-        return np.zeros(0, dtype=np.int64)
-    return np.concatenate([numbers[a:b] for a, b in zip(first.tolist(), (first + length).tolist(), strict=True)])
+    kernel_list: IntArray
+    kernel_pairs: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +77,7 @@ class _Tasks:
     home: IntArray
     base: IntArray  # spot of position 0 of the task's document on its server
     low: IntArray  # first key position seen
-    token: IntArray  # global token of the first query
-    row: IntArray  # its local row at home
+    row: IntArray  # local row of the first query at home
     stride: int
 
 
@@ -113,84 +90,118 @@ class _Pieces:
     store: IntArray
 
 
+def _expand(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+    """For each i the numbers first[i] … last[i], and beside each the i that it belongs to."""
+    count = last - first + 1
+    owner = np.repeat(np.arange(len(first)), count)
+    return owner, np.arange(len(owner)) + (first - np.cumsum(count) + count)[owner]
+
+
+def _begins(key: IntArray) -> IntArray:
+    """Index of the first of each stretch of equal elements."""
+    return np.flatnonzero(np.concatenate([np.ones(min(1, len(key)), dtype=bool), key[1:] != key[:-1]]))
+
+
+def _doc_tokens(layout: Layout) -> IntArray:
+    """Global token of position 0 of each document."""
+    return np.cumsum(layout.doc_lengths) - layout.doc_lengths
+
+
 def _sorted_tasks(plan: DispatchPlan, chosen: IntArray | None) -> _Tasks:
     layout, tasks = plan.layout, plan.tasks
-    doc, start, end, server, shard = (
-        column if chosen is None else column[chosen]
-        for column in (tasks.doc, tasks.start, tasks.end, tasks.server, tasks.shard)
-    )
+    columns = (tasks.doc, tasks.start, tasks.end, tasks.server, tasks.shard)
+    doc, start, end, server, shard = columns if chosen is None else (column[chosen] for column in columns)
     stride = int(layout.doc_lengths.sum()) + 1
-    first_token = (np.cumsum(layout.doc_lengths) - layout.doc_lengths)[doc]
-    base = first_token + server * stride
+    base = _doc_tokens(layout)[doc] + server * stride
     order = np.argsort(base + start, kind="stable")
-    low = np.zeros_like(start) if plan.window is None else np.maximum(0, start - plan.window + 1)
+    start, end, server, base, shard = start[order], end[order], server[order], base[order], shard[order]
     return _Tasks(
-        start=start[order],
-        end=end[order],
-        server=server[order],
-        home=layout.shard_rank[shard][order],
-        base=base[order],
-        low=low[order],
-        token=(first_token + start)[order],
-        row=(layout.shard_row[shard] + start - layout.shard_start[shard])[order],
+        start=start,
+        end=end,
+        server=server,
+        home=layout.shard_rank[shard],
+        base=base,
+        low=np.zeros_like(start) if plan.window is None else np.maximum(0, start - plan.window + 1),
+        row=layout.shard_row[shard] + start - layout.shard_start[shard],
         stride=stride,
     )
 
 
 def _needed_keys(tasks: _Tasks) -> tuple[IntArray, IntArray, IntArray]:
     """Union of the key intervals of each server's tasks: servers, first and end global tokens, by spot."""
-    by_low = np.argsort(tasks.base + tasks.low, kind="stable")
-    low = (tasks.base + tasks.low)[by_low]
-    reach = np.maximum.accumulate((tasks.base + tasks.end)[by_low])
+    low = tasks.base + tasks.low  # ascends, since a later query of a document sees no earlier first key
+    reach = np.maximum.accumulate(tasks.base + tasks.end)
     opens = np.flatnonzero(np.concatenate([np.ones(min(1, len(low)), dtype=bool), low[1:] > reach[:-1]]))
     closes = np.append(opens[1:], len(low))[: len(opens)] - 1
-    server = tasks.server[by_low][opens]
+    server = tasks.server[opens]
     return server, low[opens] - server * tasks.stride, reach[closes] - server * tasks.stride
 
 
-def _key_transfers(layout: Layout, tasks: _Tasks) -> tuple[_Pieces, RowRuns]:
+def _key_transfers(layout: Layout, shards: IntArray | None, tasks: _Tasks) -> tuple[_Pieces, Transfers]:
     """Cut what each server needs at shard borders; what does not live there travels."""
     union_server, union_low, union_high = _needed_keys(tasks)
-    shard_token = (np.cumsum(layout.doc_lengths) - layout.doc_lengths)[layout.shard_doc] + layout.shard_start
-    line = np.argsort(shard_token, kind="stable")  # shards in the order of global tokens, which they tile
+    line = np.arange(layout.shards) if shards is None else shards
+    token = _doc_tokens(layout)[layout.shard_doc[line]] + layout.shard_start[line]
+    by_token = np.argsort(token, kind="stable")  # shards in the order of global tokens
+    token, line = token[by_token], line[by_token]
     owner, place = _expand(
-        np.searchsorted(shard_token[line], union_low, side="right") - 1,
-        np.searchsorted(shard_token[line], union_high - 1, side="right") - 1,
+        np.searchsorted(token, union_low, side="right") - 1, np.searchsorted(token, union_high - 1, side="right") - 1
     )
-    server, shard = union_server[owner], line[place]
-    low = np.maximum(union_low[owner], shard_token[shard])
-    high = np.minimum(union_high[owner], shard_token[shard] + layout.shard_length[shard])
+    server, shard, token = union_server[owner], line[place], token[place]
+    low = np.maximum(union_low[owner], token)
+    high = np.minimum(union_high[owner], token + layout.shard_length[shard])
     source = layout.shard_rank[shard]
-    row = layout.shard_row[shard] + low - shard_token[shard]
+    row = layout.shard_row[shard] + low - token
     store = (source != server).astype(np.int64)
-    runs, sent = _runs(np.flatnonzero(store), server, source, low, high - low, row)
-    row[sent] = runs.server_row
-    return _Pieces(server * tasks.stride + low, row, store), runs
+    sent = np.flatnonzero(store)
+    keys, server_row = _transfers(layout.ranks, server[sent], source[sent], row[sent], (high - low)[sent])
+    row[sent] = server_row
+    return _Pieces(server * tasks.stride + low, row, store), keys
 
 
-def _runs(
-    chosen: IntArray, server: IntArray, source: IntArray, token: IntArray, length: IntArray, row: IntArray
-) -> tuple[RowRuns, IntArray]:
-    """The chosen runs in the order in which they arrive, and their indices in that order."""
-    chosen = chosen[np.lexsort((token[chosen], source[chosen], server[chosen]))]
-    runs = RowRuns(
-        server=server[chosen],
-        source=source[chosen],
-        token=token[chosen],
-        length=length[chosen],
-        source_row=row[chosen],
-        server_row=_sums_before(server[chosen], length[chosen]),
-    )
-    return runs, chosen
+def _transfers(
+    ranks: int, server: IntArray, source: IntArray, row: IntArray, length: IntArray
+) -> tuple[Transfers, IntArray]:
+    """What becomes of rows [row, row + length) of `source` that `server` needs, given by (server, global token).
+
+    Returns also the first row of each among those that its server receives.
+    """
+    arriving = np.argsort(server * ranks + source, kind="stable")
+    before = np.cumsum(length[arriving]) - length[arriving]
+    opens = _begins(server[arriving])
+    server_row = np.empty_like(row)
+    server_row[arriving] = before - np.repeat(before[opens], np.diff(np.append(opens, len(before))))
+
+    link = source * ranks + server
+    leaving = np.argsort(link, kind="stable")
+    link, row, length = link[leaving], row[leaving], length[leaving]
+    joins = (link[1:] == link[:-1]) & (row[1:] == row[:-1] + length[:-1])
+    run = np.flatnonzero(np.concatenate([np.ones(min(1, len(row)), dtype=bool), ~joins]))
+    opens = _begins(link)
+    rows = np.add.reduceat(length, opens) if len(length) else length
+    link_source, link_server = np.divmod(link[opens], ranks)
+    by_server = np.argsort(link_server * ranks + link_source)
+    return Transfers(
+        run_row=row[run],
+        run_length=np.add.reduceat(length, run) if len(length) else length,
+        source=link_source,
+        send_peer=link_server,
+        send_rows=rows,
+        send_runs=np.diff(np.searchsorted(run, np.append(opens, len(row)))),
+        server=link_server[by_server],
+        receive_peer=link_source[by_server],
+        receive_rows=rows[by_server],
+    ), server_row
 
 
 def _key_segments(tasks: _Tasks, pieces: _Pieces) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
     """The pieces under each task, joined where rows follow each other: task, store, row, length, position."""
+    low = tasks.base + tasks.low
     task, piece = _expand(
-        np.searchsorted(pieces.spot, tasks.base + tasks.low, side="right") - 1,
+        np.searchsorted(pieces.spot, low, side="right") - 1,
         np.searchsorted(pieces.spot, tasks.base + tasks.end - 1, side="right") - 1,
     )
-    spot = np.maximum(pieces.spot[piece], (tasks.base + tasks.low)[task])
+    spot = np.maximum(pieces.spot[piece], low[task])
     row, store = pieces.row[piece] + spot - pieces.spot[piece], pieces.store[piece]
     position = spot - tasks.base[task]
     joins = (task[1:] == task[:-1]) & (store[1:] == store[:-1]) & (np.diff(row) == np.diff(position))
@@ -201,73 +212,120 @@ def _key_segments(tasks: _Tasks, pieces: _Pieces) -> tuple[IntArray, IntArray, I
     return task, store[kept], row[kept], ends - position, position
 
 
-def exchange_of(plan: DispatchPlan, chosen: IntArray | None = None) -> Exchange:
-    """Transfers and kernel tasks of the tasks `chosen` (indices into `plan.tasks`; all by default)."""
+def exchange_of(plan: DispatchPlan, chosen: IntArray | None = None, shards: IntArray | None = None) -> Exchange:
+    """Transfers and kernel tasks of the tasks `chosen`, for which the `shards` of their documents are enough.
+
+    Both are indices into the tables of `plan`; all by default.
+    """
     tasks = _sorted_tasks(plan, chosen)
-    pieces, keys = _key_transfers(plan.layout, tasks)
+    pieces, keys = _key_transfers(plan.layout, shards, tasks)
     length = tasks.end - tasks.start
     q_store, q_row = (tasks.home != tasks.server).astype(np.int64), tasks.row.copy()
-    queries, moved = _runs(np.flatnonzero(q_store), tasks.server, tasks.home, tasks.token, length, tasks.row)
-    q_row[moved] = queries.server_row
+    moved = np.flatnonzero(q_store)
+    queries, server_row = _transfers(
+        plan.layout.ranks, tasks.server[moved], tasks.home[moved], q_row[moved], length[moved]
+    )
+    q_row[moved] = server_row
 
     task, store, row, segment_length, position = _key_segments(tasks, pieces)
     received = q_store.copy()
-    np.maximum.at(received, task, store)
+    received[task[store > 0]] = 1
+    kernel_list = 2 * tasks.server + received
+    order = np.argsort(kernel_list, kind="stable")
     count = np.bincount(task, minlength=len(length))
-    order = np.lexsort((tasks.token, received, tasks.server))
-    first = (np.cumsum(count) - count)[order]
-    _, segments = _expand(first, first + count[order] - 1)
+    first, count = (np.cumsum(count) - count)[order], count[order]
+    _, segments = _expand(first, first + count - 1)
     return Exchange(
         queries=queries,
-        queries_by_source=np.lexsort((queries.token, queries.server, queries.source)),
         keys=keys,
-        keys_by_source=np.lexsort((keys.token, keys.server, keys.source)),
-        kernel_server=tasks.server[order],
-        kernel_received=received[order],
-        kernel_pairs=pairs_array(tasks.start, tasks.end, plan.window)[order],
         kernel=KernelTasks(
             q_store=q_store[order],
             q_row=q_row[order],
             q_length=length[order],
             q_position=tasks.start[order],
-            segment_offset=np.concatenate([[0], np.cumsum(count[order])]),
+            segment_offset=np.concatenate([[0], np.cumsum(count)]),
             segment_store=store[segments],
             segment_row=row[segments],
             segment_length=segment_length[segments],
             segment_position=position[segments],
         ),
+        kernel_list=kernel_list[order],
+        kernel_pairs=pairs_array(tasks.start, tasks.end, plan.window)[order],
     )
 
 
-def _kernel_slice(kernel: KernelTasks, low: int, high: int) -> KernelTasks:
-    """Tasks [low, high), with segments counted from 0."""
-    offset = kernel.segment_offset[low : high + 1]
-    segments = slice(int(offset[0]), int(offset[-1]))
-    return KernelTasks(
-        kernel.q_store[low:high],
-        kernel.q_row[low:high],
-        kernel.q_length[low:high],
-        kernel.q_position[low:high],
-        offset - offset[0],
-        kernel.segment_store[segments],
-        kernel.segment_row[segments],
-        kernel.segment_length[segments],
-        kernel.segment_position[segments],
-    )
+def _cut(column: IntArray, groups: IntArray) -> list[int]:
+    """Where each of the consecutive `groups` begins in a sorted column, and where the last one ends."""
+    return np.searchsorted(column, groups).tolist()  # type: ignore[no-any-return]
 
 
-def _sends(
-    runs: RowRuns, by_source: IntArray, rank: int, ranks: int, numbers: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Rows that `rank` sends, how many to each peer, and how many it receives from each."""
-    sources = runs.source[by_source]
-    low, high = np.searchsorted(sources, [rank, rank + 1])
-    chosen = by_source[low:high]
-    length = runs.length[chosen]
-    sent = np.bincount(runs.server[chosen], weights=length, minlength=ranks).astype(np.int64)
-    low, high = np.searchsorted(runs.server, [rank, rank + 1])
-    received = np.bincount(runs.source[low:high], weights=runs.length[low:high], minlength=ranks).astype(np.int64)
-    return _rows(runs.source_row[chosen], length, numbers), sent, received
+def _sums_between(values: IntArray, borders: list[int]) -> list[int]:
+    """Sum of the values between each border and the next."""
+    return np.diff(np.concatenate([[0], np.cumsum(values)])[borders]).tolist()  # type: ignore[no-any-return]
+
+
+class _Traffic(NamedTuple):
+    """One rank's rows of one kind."""
+
+    send: SentRows
+    receive: ReceivedRows
+    sent: int
+    received: int
+
+
+def _traffic_of(transfers: Transfers, ranks: IntArray) -> Iterator[_Traffic]:
+    """The part of each rank; `ranks` are consecutive numbers, one more than there are ranks."""
+    t = transfers
+    out, into = _cut(t.source, ranks), _cut(t.server, ranks)
+    run = np.concatenate([[0], np.cumsum(t.send_runs)])[out].tolist()
+    sent, received = _sums_between(t.send_rows, out), _sums_between(t.receive_rows, into)
+    sends_none, receives_none = SentRows.empty(), ReceivedRows.empty()
+    for a, b, c, d, e, f, rows_sent, rows_received in zip(
+        out, out[1:], run, run[1:], into, into[1:], sent, received, strict=False
+    ):
+        send, receive = sends_none, receives_none
+        if rows_sent:
+            links, runs = slice(a, b), slice(c, d)
+            send = SentRows(
+                t.send_peer[links], t.send_rows[links], t.send_runs[links], t.run_row[runs], t.run_length[runs]
+            )
+        if rows_received:
+            receive = ReceivedRows(t.receive_peer[e:f], t.receive_rows[e:f])
+        yield _Traffic(send, receive, rows_sent, rows_received)
+
+
+def _kernels_of(exchange: Exchange, ranks: IntArray) -> tuple[list[KernelTasks], list[int]]:
+    """The lists of tasks of each rank, local and received in turn, and the pairs of each list."""
+    k, lists = exchange.kernel, np.arange(2 * ranks[0], 2 * ranks[-1] + 1)
+    task = np.searchsorted(exchange.kernel_list, lists)
+    segment = k.segment_offset[task]
+    # Each list has one offset more than it has tasks, counted from its own first segment.
+    owner = np.repeat(np.arange(len(lists) - 1), np.diff(task) + 1)
+    offset = k.segment_offset[task[0] + np.arange(len(owner)) - owner] - segment[owner]
+    first_offset = (task - task[0] + np.arange(len(lists))).tolist()
+    borders, segment_borders = task.tolist(), segment.tolist()
+    kernels, none = [], KernelTasks.empty()
+    for a, b, c, d, e, f in zip(
+        borders, borders[1:], segment_borders, segment_borders[1:], first_offset, first_offset[1:], strict=False
+    ):
+        if a == b:
+            kernels.append(none)
+            continue
+        own, keys = slice(a, b), slice(c, d)
+        kernels.append(
+            KernelTasks(
+                k.q_store[own],
+                k.q_row[own],
+                k.q_length[own],
+                k.q_position[own],
+                offset[e:f],
+                k.segment_store[keys],
+                k.segment_row[keys],
+                k.segment_length[keys],
+                k.segment_position[keys],
+            )
+        )
+    return kernels, _sums_between(exchange.kernel_pairs, borders)
 
 
 def needs_exchange(plan: DispatchPlan) -> bool:
@@ -279,57 +337,63 @@ def needs_exchange(plan: DispatchPlan) -> bool:
     rank = layout.shard_rank[line]
     stretch = np.zeros(layout.shards, dtype=np.int64)  # shards one after another on one rank share a number
     stretch[line[1:]] = np.cumsum(rank[1:] != rank[:-1])
-    token = (np.cumsum(layout.doc_lengths) - layout.doc_lengths)[layout.shard_doc] + layout.shard_start
+    token = _doc_tokens(layout)[layout.shard_doc] + layout.shard_start
     low = np.zeros_like(tasks.start) if plan.window is None else np.maximum(0, tasks.start - plan.window + 1)
     low_token = token[tasks.shard] + low - layout.shard_start[tasks.shard]
     low_shard = line[np.searchsorted(token[line], low_token, side="right") - 1]
     return bool(np.any(stretch[low_shard] != stretch[tasks.shard]))
 
 
-def _tables_of_rank(
-    plan: DispatchPlan, exchange: Exchange, rank: int, tokens: int, numbers: IntArray, exchanges: bool
-) -> DispatchTables:
-    ranks = plan.layout.ranks
-    q_rows, q_sent, q_received = _sends(exchange.queries, exchange.queries_by_source, rank, ranks, numbers)
-    kv_rows, kv_sent, kv_received = _sends(exchange.keys, exchange.keys_by_source, rank, ranks, numbers)
-    low, high = (int(x) for x in np.searchsorted(exchange.kernel_server, [rank, rank + 1]))
-    middle = low + int(np.searchsorted(exchange.kernel_received[low:high], 1))
-    return DispatchTables(
-        rank=rank,
-        ranks=ranks,
-        tokens=tokens,
-        q_send_rows=q_rows,
-        q_send_counts=q_sent,
-        q_receive_counts=q_received,
-        kv_send_rows=kv_rows,
-        kv_send_counts=kv_sent,
-        kv_receive_counts=kv_received,
-        local_tasks=_kernel_slice(exchange.kernel, low, middle),
-        received_tasks=_kernel_slice(exchange.kernel, middle, high),
-        local_pairs=int(exchange.kernel_pairs[low:middle].sum()),
-        received_pairs=int(exchange.kernel_pairs[middle:high].sum()),
-        window=plan.window,
-        exchanges=exchanges,
-    )
+def _cut_into_tables(
+    plan: DispatchPlan, exchange: Exchange, first: int, tokens: list[int], exchanges: bool
+) -> list[DispatchTables]:
+    """The tables of the ranks from `first` on, which hold `tokens` each."""
+    borders = np.arange(first, first + len(tokens) + 1)
+    kernels, pairs = _kernels_of(exchange, borders)
+    ranks, window = plan.layout.ranks, plan.window
+    return [
+        DispatchTables(
+            rank=first + i,
+            ranks=ranks,
+            tokens=held,
+            q_send=q.send,
+            q_receive=q.receive,
+            kv_send=kv.send,
+            kv_receive=kv.receive,
+            q_sent=q.sent,
+            kv_sent=kv.sent,
+            q_received=q.received,
+            kv_received=kv.received,
+            local_tasks=kernels[2 * i],
+            received_tasks=kernels[2 * i + 1],
+            local_pairs=pairs[2 * i],
+            received_pairs=pairs[2 * i + 1],
+            window=window,
+            exchanges=exchanges,
+        )
+        for i, (held, q, kv) in enumerate(
+            zip(tokens, _traffic_of(exchange.queries, borders), _traffic_of(exchange.keys, borders), strict=True)
+        )
+    ]
 
 
 def build_tables(plan: DispatchPlan, rank: int) -> DispatchTables:
-    """The tables of one rank, from the tasks that it computes and those of the documents of which it holds a part."""
-    held = np.zeros(plan.layout.docs, dtype=bool)
-    held[plan.layout.shard_doc[plan.layout.shard_rank == rank]] = True
-    touching = np.flatnonzero((plan.tasks.server == rank) | held[plan.tasks.doc])
-    tokens = int(plan.layout.shard_length[plan.layout.shard_rank == rank].sum())
-    return _tables_of_rank(
-        plan, exchange_of(plan, touching), rank, tokens, np.arange(tokens, dtype=np.int64), needs_exchange(plan)
-    )
+    """The tables of one rank, from the tasks that it computes and those of the documents of which it holds a part.
+
+    A few passes over the plan's columns choose them; everything that sorts or searches sees only the rank's own share.
+    """
+    layout, tasks = plan.layout, plan.tasks
+    own = slice(*np.searchsorted(layout.shard_rank, [rank, rank + 1]).tolist())  # shards are sorted by rank
+    held = np.zeros(layout.docs, dtype=bool)
+    held[layout.shard_doc[own]] = True
+    chosen = np.flatnonzero((tasks.server == rank) | held[tasks.doc])
+    held[tasks.doc[chosen]] = True
+    exchange = exchange_of(plan, chosen, np.flatnonzero(held[layout.shard_doc]))
+    return _cut_into_tables(plan, exchange, rank, [int(layout.shard_length[own].sum())], needs_exchange(plan))[0]
 
 
 def build_all_tables(plan: DispatchPlan) -> list[DispatchTables]:
-    """The tables of every rank, in rank order."""
+    """The tables of every rank, in rank order. They share memory: none of their arrays may be changed."""
     exchange = exchange_of(plan)
-    exchanges = len(exchange.queries.length) + len(exchange.keys.length) > 0
-    tokens = plan.layout.tokens_by_rank
-    numbers = np.arange(int(tokens.max()), dtype=np.int64)
-    return [
-        _tables_of_rank(plan, exchange, rank, held, numbers, exchanges) for rank, held in enumerate(tokens.tolist())
-    ]
+    exchanges = len(exchange.queries.run_row) + len(exchange.keys.run_row) > 0
+    return _cut_into_tables(plan, exchange, 0, plan.layout.tokens_by_rank.tolist(), exchanges)

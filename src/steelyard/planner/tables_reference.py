@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from steelyard.domain.arrays import int_column
-from steelyard.domain.plan import DispatchPlan, DispatchTables, KernelTasks
+from steelyard.domain.plan import DispatchPlan, DispatchTables, KernelTasks, ReceivedRows, SentRows
 
 Token = tuple[int, int]  # (document, position)
 
@@ -49,22 +49,37 @@ def _needs(plan: DispatchPlan, server: int) -> tuple[set[Token], set[Token]]:
     return queries, keys
 
 
-def _sends(homes: dict[Token, tuple[int, int]], rank: int, wanted: list[set[Token]]) -> tuple[list[int], list[int]]:
-    """Local rows that leave `rank`, by destination and token, and how many for each destination."""
-    rows, counts = [], []
+def _sends(homes: dict[Token, tuple[int, int]], rank: int, wanted: list[set[Token]]) -> SentRows:
+    """Local rows that leave `rank`, by destination and token, consecutive ones in one run."""
+    peer, rows, runs = [], [], []
+    row_runs: list[list[int]] = []
     for server, tokens in enumerate(wanted):
-        leaving = sorted(t for t in tokens if homes[t][0] == rank and server != rank)
-        rows += [homes[t][1] for t in leaving]
-        counts.append(len(leaving))
-    return rows, counts
+        leaving = [homes[t][1] for t in sorted(tokens) if homes[t][0] == rank and server != rank]
+        if not leaving:
+            continue
+        new: list[list[int]] = []
+        for row in leaving:
+            if new and row == sum(new[-1]):
+                new[-1][1] += 1
+            else:
+                new.append([row, 1])
+        peer.append(server)
+        rows.append(len(leaving))
+        runs.append(len(new))
+        row_runs += new
+    columns = (peer, rows, runs, [row for row, _ in row_runs], [length for _, length in row_runs])
+    return SentRows(*(int_column(column) for column in columns))
 
 
 def _arrivals(
     homes: dict[Token, tuple[int, int]], rank: int, ranks: int, wanted: set[Token]
-) -> tuple[dict[Token, int], list[int]]:
+) -> tuple[dict[Token, int], ReceivedRows]:
     """Row in the received store of every token that arrives, and how many come from each source."""
     remote = sorted((homes[t][0], t) for t in wanted if homes[t][0] != rank)
-    return {t: row for row, (_, t) in enumerate(remote)}, [sum(s == r for s, _ in remote) for r in range(ranks)]
+    counts = [sum(source == r for source, _ in remote) for r in range(ranks)]
+    peers = [r for r in range(ranks) if counts[r]]
+    received = ReceivedRows(int_column(peers), int_column(counts[r] for r in peers))
+    return {t: row for row, (_, t) in enumerate(remote)}, received
 
 
 def _kernel(rows: list[TaskRow]) -> KernelTasks:
@@ -90,10 +105,10 @@ def build_tables_reference(plan: DispatchPlan, rank: int) -> DispatchTables:
     ranks = plan.layout.ranks
     homes = _homes(plan)
     wanted = [_needs(plan, server) for server in range(ranks)]
-    q_rows, q_sent = _sends(homes, rank, [w[0] for w in wanted])
-    kv_rows, kv_sent = _sends(homes, rank, [w[1] for w in wanted])
-    q_store, q_received = _arrivals(homes, rank, ranks, wanted[rank][0])
-    kv_store, kv_received = _arrivals(homes, rank, ranks, wanted[rank][1])
+    q_send = _sends(homes, rank, [w[0] for w in wanted])
+    kv_send = _sends(homes, rank, [w[1] for w in wanted])
+    q_store, q_receive = _arrivals(homes, rank, ranks, wanted[rank][0])
+    kv_store, kv_receive = _arrivals(homes, rank, ranks, wanted[rank][1])
 
     def place(store: dict[Token, int], token: Token) -> tuple[int, int]:
         return (1, store[token]) if token in store else (0, homes[token][1])
@@ -119,12 +134,14 @@ def build_tables_reference(plan: DispatchPlan, rank: int) -> DispatchTables:
         rank=rank,
         ranks=ranks,
         tokens=sum(home[0] == rank for home in homes.values()),
-        q_send_rows=int_column(q_rows),
-        q_send_counts=int_column(q_sent),
-        q_receive_counts=int_column(q_received),
-        kv_send_rows=int_column(kv_rows),
-        kv_send_counts=int_column(kv_sent),
-        kv_receive_counts=int_column(kv_received),
+        q_send=q_send,
+        q_receive=q_receive,
+        kv_send=kv_send,
+        kv_receive=kv_receive,
+        q_sent=int(q_send.rows.sum()),
+        kv_sent=int(kv_send.rows.sum()),
+        q_received=len(q_store),
+        kv_received=len(kv_store),
         local_tasks=_kernel(lists[0]),
         received_tasks=_kernel(lists[1]),
         local_pairs=pairs[0],

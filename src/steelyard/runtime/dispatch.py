@@ -38,17 +38,43 @@ from steelyard.collectives import Exchange, Point, Transfer
 from steelyard.domain.plan import DispatchTables
 from steelyard.errors import UsageError
 from steelyard.runtime.arena import Arena
+from steelyard.runtime.row_runs import RowRuns, rows_per_rank
 
 Memory: TypeAlias = Literal["keep", "resend"]
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Results of one layer's attention, for a second pass through it under somebody else's activation checkpointing.
+
+    The second pass brings its own q, k and v; with these it needs no transfer and no kernel. `received` is what the
+    server holds between the passes (q, keys with values, outputs, log-sum-exp), four times None with "resend".
+    """
+
+    out_TNH: Tensor
+    lse_TN: Tensor
+    received: tuple[Tensor | None, ...]
+    out_version: int
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has changed the output in place since."""
+        return self.out_TNH._version == self.out_version
+
+
 @dataclass
 class Call:
-    """What one layer's attention holds between its steps; fields are filled and dropped as the steps run."""
+    """What one layer's attention holds between its steps; fields are filled and dropped as the steps run.
+
+    With `keep`, `kept` holds the results from `finish` to backward; a call with an `answer` takes its results from it.
+    """
 
     core_attention: CoreAttention
     layer: int
     needs_backward: bool
+    keep: bool = False
+    kept: Kept | None = None
+    answer: Kept | None = None
     backward_started: bool = False
     token: Tensor | None = None
     q_TNH: Tensor | None = None
@@ -114,13 +140,11 @@ class CoreAttention:
         self.memory = memory
         self.nano_batch, self.step = nano_batch, step
         self.meter = exchange.meter
-        device = arena.device
-        self.q_send_rows = torch.tensor(tables.q_send_rows, device=device)
-        self.kv_send_rows = torch.tensor(tables.kv_send_rows, device=device)
-        self.q_send_counts = tables.q_send_counts.tolist()
-        self.q_receive_counts = tables.q_receive_counts.tolist()
-        self.kv_send_counts = tables.kv_send_counts.tolist()
-        self.kv_receive_counts = tables.kv_receive_counts.tolist()
+        self.q_runs, self.kv_runs = RowRuns(tables.q_send), RowRuns(tables.kv_send)
+        self.q_send_counts, self.q_receive_counts, self.kv_send_counts, self.kv_receive_counts = (
+            rows_per_rank(part.peer, part.rows, tables.ranks)
+            for part in (tables.q_send, tables.q_receive, tables.kv_send, tables.kv_receive)
+        )
 
     @contextmanager
     def kernel(self, name: str, call: Call) -> Iterator[None]:
@@ -138,8 +162,21 @@ class CoreAttention:
         self.attend_received(call)
         return self.finish(call)
 
-    def send(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int) -> Call:
+    def send(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layer: int,
+        *,
+        keep: bool = False,
+        answer: Kept | None = None,
+    ) -> Call:
         """Start the transfer of the rows that leave.
+
+        Args:
+            keep: leave the results in `Call.kept` until backward, also where gradients are off for now.
+            answer: what an earlier call with the same rows kept: nothing is sent or computed again.
 
         Raises:
             UsageError: q, k or v do not have the rows of the layout.
@@ -151,8 +188,8 @@ class CoreAttention:
                     f"{self.tables.tokens} tokens, as the plan of this nano-batch says; were the documents changed "
                     "after planning?"
                 )
-        needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q_TNH, k_TKH, v_TKH))
-        call = Call(self, layer, needs_backward)
+        needs_backward = keep or (torch.is_grad_enabled() and any(t.requires_grad for t in (q_TNH, k_TKH, v_TKH)))
+        call = Call(self, layer, needs_backward, keep, answer=answer)
         call.token = cast(Tensor, _Send.apply(call, q_TNH, k_TKH, v_TKH))  # type: ignore[no-untyped-call]
         return call
 
@@ -192,15 +229,15 @@ _Pending: TypeAlias = tuple[Tensor, Tensor, list[int], list[int]]
 
 def _query_transfer(core: CoreAttention, rows_TX: Tensor) -> _Pending:
     """The rows of queries that leave, out of any tensor with one row per local token."""
-    send = core.arena.acquire((len(core.q_send_rows), *rows_TX.shape[1:]), rows_TX.dtype)
+    send = core.arena.acquire((core.tables.q_sent, *rows_TX.shape[1:]), rows_TX.dtype)
     receive = core.arena.acquire((core.tables.q_received, *rows_TX.shape[1:]), rows_TX.dtype)
-    torch.index_select(rows_TX, 0, core.q_send_rows, out=send)
+    core.q_runs.pack(rows_TX, send)
     return send, receive, core.q_send_counts, core.q_receive_counts
 
 
 def _return_transfer(core: CoreAttention, rows_QX: Tensor) -> _Pending:
     """One row per received query on its way home."""
-    back = core.arena.acquire((len(core.q_send_rows), *rows_QX.shape[1:]), rows_QX.dtype)
+    back = core.arena.acquire((core.tables.q_sent, *rows_QX.shape[1:]), rows_QX.dtype)
     return rows_QX, back, core.q_receive_counts, core.q_send_counts
 
 
@@ -208,10 +245,10 @@ def _query_key_value_transfers(call: Call) -> list[_Pending]:
     """Queries, and keys with values, on their way to the servers."""
     core, q, k, v = call.core_attention, call.q_TNH, call.k_TKH, call.v_TKH
     assert q is not None and k is not None and v is not None
-    kv_send = core.arena.acquire((len(core.kv_send_rows), 2, *k.shape[1:]), k.dtype)
+    kv_send = core.arena.acquire((core.tables.kv_sent, 2, *k.shape[1:]), k.dtype)
     kv_receive = core.arena.acquire((core.tables.kv_received, 2, *k.shape[1:]), k.dtype)
-    kv_send[:, 0] = k.index_select(0, core.kv_send_rows)
-    kv_send[:, 1] = v.index_select(0, core.kv_send_rows)
+    core.kv_runs.pack(k, kv_send[:, 0])
+    core.kv_runs.pack(v, kv_send[:, 1])
     return [_query_transfer(core, q), (kv_send, kv_receive, core.kv_send_counts, core.kv_receive_counts)]
 
 
@@ -221,7 +258,7 @@ class _Send(Function):
         core = call.core_attention
         ctx.call, ctx.kv_dtype = call, k_TKH.dtype
         call.q_TNH, call.k_TKH, call.v_TKH = q_TNH.detach(), k_TKH.detach(), v_TKH.detach()
-        if core.tables.exchanges:
+        if core.tables.exchanges and call.answer is None:
             call.start("dispatch", _query_key_value_transfers(call))
         return q_TNH.new_zeros(1)
 
@@ -234,15 +271,9 @@ class _Send(Function):
         assert dq is not None and dk is not None and dv is not None
         if core.tables.exchanges:
             dq_back, dkv_back = call.wait()
-            dq.index_copy_(0, core.q_send_rows, dq_back)
-            # One peer after the other: within a peer rows are unique, so the order of sums is fixed.
-            first = 0
-            for count in core.kv_send_counts:
-                if count:
-                    rows, part = core.kv_send_rows[first : first + count], dkv_back[first : first + count]
-                    dk.index_add_(0, rows, part[:, 0].to(dk.dtype))
-                    dv.index_add_(0, rows, part[:, 1].to(dv.dtype))
-                    first += count
+            core.q_runs.put_back(dq, dq_back)
+            core.kv_runs.add_back(dk, dkv_back[:, 0])
+            core.kv_runs.add_back(dv, dkv_back[:, 1])
             core.arena.release(dq_back, dkv_back)
         call.dq_TNH = call.dk_TKH = call.dv_TKH = None
         return None, dq, dk.to(ctx.kv_dtype), dv.to(ctx.kv_dtype)
@@ -254,6 +285,8 @@ class _AttendLocal(Function):
         core, q = call.core_attention, call.q_TNH
         ctx.call = call
         assert q is not None
+        if call.answer is not None:
+            return token.new_zeros(1)
         call.out_TNH = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         call.lse_TN = torch.empty(q.shape[:2], dtype=accumulator_dtype(q.dtype), device=q.device)
         out, lse = [call.out_TNH, call.out_TNH[:0]], [call.lse_TN, call.lse_TN[:0]]
@@ -284,7 +317,7 @@ class _AttendReceived(Function):
     def forward(ctx: Any, call: Call, token: Tensor) -> Tensor:
         core = call.core_attention
         ctx.call = call
-        if core.tables.exchanges:
+        if core.tables.exchanges and call.answer is None:
             arena = core.arena
             call.q_QNH, call.kv_S2KH = call.wait()
             assert call.out_TNH is not None and call.lse_TN is not None
@@ -331,10 +364,28 @@ class _AttendReceived(Function):
             if sum_dtype != k.dtype:
                 dkv_send = arena.acquire(tuple(dkv_S2KH.shape), k.dtype).copy_(dkv_S2KH)
                 arena.release(dkv_S2KH)
-            dkv_back = arena.acquire((len(core.kv_send_rows), 2, *k.shape[1:]), k.dtype)
+            dkv_back = arena.acquire((core.tables.kv_sent, 2, *k.shape[1:]), k.dtype)
             keys_home = (dkv_send, dkv_back, core.kv_receive_counts, core.kv_send_counts)
             call.start("gradient return", [_return_transfer(core, dq_QNH), keys_home])
         return None, dtoken.new_zeros(1)
+
+
+def _leave_for_backward(ctx: Any, call: Call, received: tuple[Tensor | None, ...]) -> Tensor:
+    """Hand over from the forward pass of `_Finish` to its backward pass; the output."""
+    out, lse = call.out_TNH, call.lse_TN
+    assert out is not None and lse is not None
+    if call.keep:
+        # Detached: `out` itself will be part of the graph that holds this call, and would keep itself alive.
+        call.kept = Kept(out.detach(), lse, received, out._version)
+    if call.needs_backward:
+        # Through save_for_backward: torch then checks in-place changes and honours saved-tensor hooks.
+        ctx.save_for_backward(call.q_TNH, call.k_TKH, call.v_TKH, out, lse, *received)
+    elif call.answer is None:
+        call.core_attention.arena.release(*received)
+    call.answer = None
+    call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = None
+    call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
+    return out
 
 
 class _Finish(Function):
@@ -342,29 +393,26 @@ class _Finish(Function):
     def forward(ctx: Any, call: Call, token: Tensor) -> Tensor:
         core = call.core_attention
         ctx.call = call
+        received: tuple[Tensor | None, ...] = (None, None, None, None)
+        if call.answer is not None:
+            # Another tensor over the same rows: what is returned here becomes part of a graph.
+            call.out_TNH, call.lse_TN = call.answer.out_TNH.detach(), call.answer.lse_TN
+            return _leave_for_backward(ctx, call, call.answer.received)
         out = call.out_TNH
         assert out is not None and call.q_TNH is not None
-        received: tuple[Tensor | None, ...] = (None, None, None, None)
         if core.tables.exchanges:
             # What was sent home is this server's own output, which backward may read: `wait` must not give it back.
             call.sent.clear()
             out_back, *lse_back = call.wait()
-            out.index_copy_(0, core.q_send_rows, out_back)
+            core.q_runs.put_back(out, out_back)
             core.arena.release(out_back)
             received = (call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN)
             if lse_back:
                 assert call.lse_TN is not None
-                call.lse_TN.index_copy_(0, core.q_send_rows, lse_back[0])
+                core.q_runs.put_back(call.lse_TN, lse_back[0])
                 core.arena.release(*lse_back, *received)
                 received = (None, None, None, None)
-        if call.needs_backward:
-            # Through save_for_backward: torch then checks in-place changes and honours saved-tensor hooks.
-            ctx.save_for_backward(call.q_TNH, call.k_TKH, call.v_TKH, out, call.lse_TN, *received)
-        else:
-            core.arena.release(*received)
-        call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = None
-        call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
-        return out
+        return _leave_for_backward(ctx, call, received)
 
     @staticmethod
     @once_differentiable
@@ -381,6 +429,7 @@ class _Finish(Function):
             call.q_TNH, call.k_TKH, call.v_TKH, call.out_TNH, call.lse_TN,
             call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN,
         ) = ctx.saved_tensors  # fmt: skip
+        call.kept = None  # not before: reading the saved tensors may run the checkpointed layer once more
         call.dout_TNH = dout_TNH if dout_TNH.stride(-1) == 1 else dout_TNH.contiguous()
         if core.tables.exchanges:
             transfers = [_query_transfer(core, call.dout_TNH)]
