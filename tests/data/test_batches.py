@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.data.batches import DocumentBatch, doc_positions, head_tail_layout, shift_labels
+from steelyard.data.batches import DocumentBatch, doc_positions, shift_labels
 from steelyard.domain.layout import Layout
 from steelyard.errors import UsageError
 
@@ -25,7 +25,7 @@ def test_label_shift_case() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_label_shift_does_not_depend_on_the_cut(ranks: int) -> None:
     batch = DocumentBatch.from_tokens([10, 11, 12, 20, 21], [3, 2])
-    for layout in (head_tail_layout([3, 2], ranks), Layout.contiguous([3, 2], -(-5 // ranks), ranks)):
+    for layout in (Layout.head_tail([3, 2], ranks), Layout.contiguous([3, 2], -(-5 // ranks), ranks)):
         parts = [batch.cut(layout, r) for r in range(ranks)]
         assert batch.uncut(layout, [p.labels for p in parts]).tolist() == [11, 12, -100, 21, -100]
         assert sum(p.label_count for p in parts) == 3
@@ -33,7 +33,7 @@ def test_label_shift_does_not_depend_on_the_cut(ranks: int) -> None:
 
 def test_positions_case() -> None:
     batch = DocumentBatch.from_tokens(range(8), [4, 4])
-    layout = head_tail_layout([4, 4], 2)
+    layout = Layout.head_tail([4, 4], 2)
     held = [batch.cut(layout, r) for r in range(2)]
     assert held[0].tokens.tolist() == [0, 3, 4, 7]
     assert held[0].positions.tolist() == [0, 3, 0, 3]
@@ -60,7 +60,7 @@ def test_cut_and_uncut(lengths: list[int], ranks: int, head_tail: bool) -> None:
     documents = [list(range(int(first[d]), int(first[d + 1]))) for d in range(len(lengths))]
     batch = DocumentBatch.from_documents(documents)
     per_rank = -(-sum(lengths) // ranks)
-    layout = head_tail_layout(lengths, ranks) if head_tail else Layout.contiguous(lengths, per_rank, ranks)
+    layout = Layout.head_tail(lengths, ranks) if head_tail else Layout.contiguous(lengths, per_rank, ranks)
     rows = [batch.cut(layout, r) for r in range(ranks)]
     assert batch.labels.tolist() == labels_one_by_one(documents)
     assert batch.positions.tolist() == [p for d in documents for p in range(len(d))]
@@ -74,7 +74,7 @@ def test_cut_and_uncut(lengths: list[int], ranks: int, head_tail: bool) -> None:
 def test_head_tail_is_even(lengths: list[int], ranks: int) -> None:
     """Tokens of a document differ by at most two between ranks, and its causal work by about two rows a piece."""
     for length in lengths:
-        layout = head_tail_layout([length], ranks)
+        layout = Layout.head_tail([length], ranks)
         tokens = layout.tokens_by_rank
         assert tokens.max() - tokens.min() <= 2
         work = np.zeros(ranks)
@@ -89,9 +89,9 @@ def test_errors_say_what_is_wrong() -> None:
         DocumentBatch.from_tokens(range(8), [4, 3])
     batch = DocumentBatch.from_tokens(range(8), [4, 4])
     with pytest.raises(UsageError, match="layout is of documents"):
-        batch.cut(head_tail_layout([5, 3], 2), 0)
+        batch.cut(Layout.head_tail([5, 3], 2), 0)
     with pytest.raises(UsageError, match="rank 2"):
-        batch.cut(head_tail_layout([4, 4], 2), 2)
+        batch.cut(Layout.head_tail([4, 4], 2), 2)
 
 
 def test_positions_of_nothing() -> None:

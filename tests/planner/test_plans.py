@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import itertools
 import json
 import sys
@@ -22,6 +23,7 @@ from steelyard.errors import PlanError, UsageError
 from steelyard.planner import POLICIES, make_plan
 from steelyard.planner.blocks import aligned_cuts_promised
 from steelyard.planner.checks import verify
+from steelyard.planner.layouts import woven_layout
 from steelyard.planner.tables import build_all_tables
 
 SHAPES = st.sampled_from([SMALL_SHAPE, LLAMA3_8B, LLAMA_34B, AttentionShape(1, 1, 1)])
@@ -170,9 +172,8 @@ def bytes_between_nodes(plan: DispatchPlan) -> int:
     shape, size = plan.shape, plan.topology.node_size
     total = 0
     for table in build_all_tables(plan):
-        away = np.arange(table.ranks) // size != table.rank // size
-        total += int(table.q_send_counts[away].sum()) * shape.query_bytes
-        total += int(table.kv_send_counts[away].sum()) * shape.key_value_bytes
+        for sent, row_bytes in ((table.q_send, shape.query_bytes), (table.kv_send, shape.key_value_bytes)):
+            total += int(sent.rows[sent.peer // size != table.rank // size].sum()) * row_bytes
     return total
 
 
@@ -266,6 +267,26 @@ def test_all_workloads_are_balanced(shared_dir: Path, tolerance: float) -> None:
         check_workload(path, tolerance)
 
 
+def generated_documents(servers: int, tokens_per_rank: int) -> list[int]:
+    """Heavy-tailed lengths that fill `servers` ranks; some documents span several."""
+    draw = np.random.default_rng(7)
+    lengths = np.minimum(500 * (1 + draw.pareto(0.9, size=servers * tokens_per_rank // 500)), 8 * tokens_per_rank)
+    kept = lengths.astype(np.int64)
+    return kept[np.cumsum(kept) <= servers * tokens_per_rank].tolist()
+
+
+@pytest.mark.parametrize("place", [Layout.contiguous, woven_layout])
+def test_growth_with_servers_is_near_linear(place: Callable[[list[int], int, int], Layout]) -> None:
+    """Function calls per server, which unlike times are the same on every machine and under any load."""
+    tokens_per_rank, calls = 16_384, []
+    for servers in (32, 512):
+        lengths = generated_documents(servers, tokens_per_rank)
+        with cProfile.Profile() as profile:
+            make_plan(place(lengths, tokens_per_rank, servers), shape=LLAMA3_8B, tolerance=0.02)
+        calls.append(sum(entry.callcount for entry in profile.getstats()) / servers)
+    assert calls[1] <= 2 * calls[0]
+
+
 # --- make_plan --------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +294,7 @@ def test_all_workloads_are_balanced(shared_dir: Path, tolerance: float) -> None:
     ("changes", "message"),
     [
         ({"policy": "balancd"}, "did you mean 'balanced'"),
-        ({"policy": "xyz"}, "balanced, packed, reference$"),
+        ({"policy": "xyz"}, "balanced, packed, wlb, per_document_cp, head_tail, greedy, reference$"),
         ({"topology": Topology(3)}, "3 servers and the layout 2 ranks"),
         ({"window": 0}, "window=0"),
         ({"tolerance": -0.1}, "tolerance=-0.1"),

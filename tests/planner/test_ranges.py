@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from steelyard.cost.attention import pairs
 from steelyard.planner.ranges import Prices, exact_ends, fit_range
+from steelyard.planner.work import RowWork
 
 PRICES = [Prices(1, 1), Prices(16_384, 4_096), Prices(100, 7), Prices(3, 50)]
 
@@ -24,7 +25,7 @@ def test_no_range_is_cheaper_than_the_closed_form(prices: Prices, work: int) -> 
     cheapest = min(costs.values())
     bound = prices.range_bytes(work) - prices.beta / 2
     assert bound <= cheapest + 1
-    found = fit_range(0, 10_000, prices.best_end(work), work, 1 << 60, 1, None)
+    found = fit_range(0, 10_000, prices.best_end(work), work, 1 << 60, 1, RowWork())
     assert found is not None
     start, end, amount = found
     assert amount >= work
@@ -45,7 +46,7 @@ def test_a_fitted_range_is_legal(
     low: int, length: int, target: int, need: int, room: int, block: int, window: int | None
 ) -> None:
     high = low + length
-    found = fit_range(low, high, target, need, room, block, window)
+    found = fit_range(low, high, target, need, room, block, RowWork(window))
     if found is None:
         if block == 1:
             assert pairs(low, low + 1, window) > room, "the first row fits and was not taken"
@@ -60,7 +61,7 @@ def test_a_fitted_range_is_legal(
 
 @given(st.integers(1, 400), st.integers(1, 20_000))
 def test_what_is_needed_is_moved_where_room_is_ample(length: int, need: int) -> None:
-    found = fit_range(0, length, length // 2, need, 1 << 60, 1, None)
+    found = fit_range(0, length, length // 2, need, 1 << 60, 1, RowWork())
     assert found is not None
     start, end, amount = found
     assert amount >= min(need, pairs(0, length))
@@ -70,5 +71,5 @@ def test_what_is_needed_is_moved_where_room_is_ample(length: int, need: int) -> 
 @given(st.integers(1, 5_000))
 def test_exact_ends_hold_the_work_or_barely_more(work: int) -> None:
     for end in exact_ends(0, 10_000, Prices(4, 1), work):
-        found = fit_range(0, 10_000, end, work, 1 << 60, 1, None)
+        found = fit_range(0, 10_000, end, work, 1 << 60, 1, RowWork())
         assert found is not None and work <= found[2] < work + end

@@ -122,27 +122,6 @@ class DocumentBatch:
         return whole
 
 
-def head_tail_layout(doc_lengths: Iterable[int] | IntArray, ranks: int) -> Layout:
-    """Each document in 2 × `ranks` pieces; rank r holds pieces r and 2 × ranks − 1 − r of every document.
-
-    The pieces differ by at most one token, so causal work is nearly equal. Documents of length 0 are skipped.
-    """
-    if ranks < 1:
-        raise UsageError(f"head-tail layout: ranks={ranks}, expected at least 1")
-    shards: list[tuple[int, int, int, int]] = []
-    for doc, length in enumerate(n for n in doc_lengths if n):
-        bounds = [int(length) * piece // (2 * ranks) for piece in range(2 * ranks + 1)]
-        for rank in range(ranks):
-            tail = 2 * ranks - 1 - rank
-            if tail == rank + 1:
-                # The two middle pieces are neighbours: one shard.
-                shards.append((doc, bounds[rank], bounds[tail + 1] - bounds[rank], rank))
-                continue
-            for piece in (rank, tail):
-                shards.append((doc, bounds[piece], bounds[piece + 1] - bounds[piece], rank))
-    return Layout.from_shards(shards, ranks)
-
-
 def _short(lengths: IntArray) -> str:
     shown = ", ".join(str(n) for n in lengths[:6])
     return f"[{shown}{', …' if len(lengths) > 6 else ''}] ({len(lengths)})"

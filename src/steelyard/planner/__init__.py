@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import Literal
 
+from steelyard.cost.attention_kernels import AttentionKernel
 from steelyard.domain.layout import Layout
 from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import UsageError
 from steelyard.planner.balanced import plan_balanced
+from steelyard.planner.baselines import plan_greedy, plan_head_tail, plan_per_document_cp, plan_wlb
+from steelyard.planner.objective import Memory, Objective, Passes, row_keys_of
 from steelyard.planner.packed import plan_packed
 from steelyard.planner.reference import plan_reference
 from steelyard.planner.shares import exact_tolerance
@@ -19,7 +23,15 @@ from steelyard.planner.shares import exact_tolerance
 Policy = Callable[[Layout, Topology, AttentionShape, float, int | None], DispatchPlan]
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
-    {"balanced": plan_balanced, "packed": plan_packed, "reference": plan_reference}
+    {
+        "balanced": plan_balanced,
+        "packed": plan_packed,
+        "wlb": plan_wlb,
+        "per_document_cp": plan_per_document_cp,
+        "head_tail": plan_head_tail,
+        "greedy": plan_greedy,
+        "reference": plan_reference,
+    }
 )
 
 
@@ -31,6 +43,10 @@ def make_plan(
     shape: AttentionShape,
     tolerance: float = 0.05,
     window: int | None = None,
+    passes: Passes = "both",
+    memory: Memory = "keep",
+    objective: Literal["pairs", "time"] = "pairs",
+    kernel: AttentionKernel | None = None,
 ) -> DispatchPlan:
     """Decide on which attention server each query range of `layout` is computed.
 
@@ -41,9 +57,15 @@ def make_plan(
         shape: heads and sizes, for the bytes of a query and of a key.
         tolerance: no server's work above (1 + tolerance) × its share.
         window: keys that a query sees at most, its own included; None: all earlier ones.
+        passes: the pass whose bytes `balanced` makes few: `forward`, `backward` or `both`.
+        memory: `keep` or `resend`: whether servers keep received rows until backward. It decides what both passes send.
+        objective: the work that `balanced` balances: `pairs`, or the `time` of `kernel`, in which a query row costs
+            more than the keys that it sees (`planner.objective`).
+        kernel: for `time`; such as one of `load_profile("h200").kernels`.
 
     Raises:
-        UsageError: an unknown policy, a window below 1, a negative tolerance, or another number of servers than ranks.
+        UsageError: an unknown policy, a window below 1, a negative tolerance, another number of servers than ranks, or
+            an objective that the policy or the kernel does not serve.
         PlanError: a memory cap that no plan can keep.
     """
     if policy not in POLICIES:
@@ -60,4 +82,15 @@ def make_plan(
     if window is not None and window < 1:
         raise UsageError(f"window={window}, expected at least 1 key per query (None for no window)")
     exact_tolerance(tolerance)
+    row_keys = 0
+    if objective != "pairs":
+        if objective != "time" or policy != "balanced" or kernel is None:
+            raise UsageError(
+                f"objective={objective!r} with policy={policy!r} and kernel={kernel!r}; expected 'pairs', or 'time' "
+                "with policy 'balanced' and a kernel"
+            )
+        row_keys = row_keys_of(kernel, shape.head_dim)
+    goal = Objective(passes, memory, row_keys)
+    if policy == "balanced":
+        return plan_balanced(layout, topology, shape, tolerance, window, goal)
     return POLICIES[policy](layout, topology, shape, tolerance, window)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from steelyard.cost.attention import pairs, pairs_array
 from steelyard.domain.layout import Layout
 from steelyard.domain.tasks import CATasks
 from steelyard.domain.topology import Topology
+from steelyard.planner.work import RowWork
 
 NO_LIMIT = 1 << 62  # tokens; more than any server can be sent
 
@@ -21,7 +21,7 @@ NO_LIMIT = 1 << 62  # tokens; more than any server can be sent
 class Kept(NamedTuple):
     """Queries [start, end) of a shard that a donor still computes. Ordered by work."""
 
-    pairs: int
+    work: int
     start: int
     end: int
     shard: int
@@ -32,8 +32,9 @@ class Ledger:
 
     Attributes:
         doc, start, length, home: the shard table, as lists.
-        shard_pairs: work of each shard.
-        work: pairs on each server.
+        rows: the unit of work.
+        shard_work: work of each shard.
+        work: work on each server.
         memory_left: tokens that each server may still receive.
         queries_in, keys_in: query and key rows that each server receives.
         kept: for each donor what it still computes, least work first. Servers that never were donors have no entry.
@@ -41,16 +42,16 @@ class Ledger:
         holders: servers with received keys or shards of a document, in the order in which they came to it.
     """
 
-    def __init__(self, layout: Layout, topology: Topology, window: int | None) -> None:
-        self.layout, self.window, self.servers = layout, window, topology.servers
-        amount = pairs_array(layout.shard_start, layout.shard_start + layout.shard_length, window)
+    def __init__(self, layout: Layout, topology: Topology, rows: RowWork) -> None:
+        self.layout, self.rows, self.window, self.servers = layout, rows, rows.window, topology.servers
+        amount = rows.of_array(layout.shard_start, layout.shard_start + layout.shard_length)
         work = np.zeros(self.servers, dtype=np.int64)
         np.add.at(work, layout.shard_rank, amount)
         self.doc: list[int] = layout.shard_doc.tolist()
         self.start: list[int] = layout.shard_start.tolist()
         self.length: list[int] = layout.shard_length.tolist()
         self.home: list[int] = layout.shard_rank.tolist()
-        self.shard_pairs: list[int] = amount.tolist()
+        self.shard_work: list[int] = amount.tolist()
         self.work: list[int] = work.tolist()
         self.memory_left = list(topology.memory_tokens) or [NO_LIMIT] * self.servers
         self.queries_in, self.keys_in = [0] * self.servers, [0] * self.servers
@@ -111,8 +112,8 @@ class Ledger:
     def place_whole(self, shard: int, server: int) -> None:
         """Compute a whole shard on `server`; only before any `move`."""
         self._place[shard] = server
-        self.work[self.home[shard]] -= self.shard_pairs[shard]
-        self.work[server] += self.shard_pairs[shard]
+        self.work[self.home[shard]] -= self.shard_work[shard]
+        self.work[server] += self.shard_work[shard]
 
     def become_donors(self, servers: list[int]) -> None:
         """List what these servers compute, so that it can be moved."""
@@ -122,7 +123,7 @@ class Ledger:
             self.kept.setdefault(server, [])
         for shard in np.flatnonzero(fresh[self._place]).tolist():
             start = self.start[shard]
-            whole = Kept(self.shard_pairs[shard], start, start + self.length[shard], shard)
+            whole = Kept(self.shard_work[shard], start, start + self.length[shard], shard)
             self.kept[int(self._place[shard])].append(whole)
         for server in np.flatnonzero(fresh).tolist():
             self.kept[server].sort()
@@ -132,11 +133,11 @@ class Ledger:
         whole = self.kept[donor].pop(index)
         for low, high in ((whole.start, start), (end, whole.end)):
             if low < high:
-                insort(self.kept[donor], Kept(pairs(low, high, self.window), low, high, whole.shard))
+                insort(self.kept[donor], Kept(self.rows.of(low, high), low, high, whole.shard))
         self._moved.append((start, end, server, whole.shard))
         away = server != self.home[whole.shard]
         self.receive(self.doc[whole.shard], server, start, end, end - start if away else 0)
-        amount = pairs(start, end, self.window)
+        amount = self.rows.of(start, end)
         self.work[donor] -= amount
         self.work[server] += amount
 
@@ -160,4 +161,8 @@ class Ledger:
 
 def _overlap(own: list[tuple[int, int]], low: int, high: int) -> int:
     """Tokens of [low, high) that lie in the given shards."""
-    return sum(max(0, min(last, high) - max(first, low)) for first, last in own)
+    tokens = 0
+    for first, last in own:
+        if first < high and last > low:
+            tokens += (last if last < high else high) - (first if first > low else low)
+    return tokens

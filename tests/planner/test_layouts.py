@@ -1,0 +1,194 @@
+"""Layouts: equal tokens, even work, few bytes; the count of bytes against the tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_layouts import SMALL_SHAPE, TOLERANCES, WINDOWS, layouts
+
+from steelyard.domain.layout import Layout
+from steelyard.domain.plan import DispatchPlan
+from steelyard.domain.shapes import LLAMA3_8B
+from steelyard.domain.topology import Topology
+from steelyard.errors import PlanError, UsageError
+from steelyard.planner import make_plan
+from steelyard.planner.checks import verify
+from steelyard.planner.layouts import bytes_sent, choose_layout, layout_candidates, woven_layout
+from steelyard.planner.tables import build_all_tables
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3_000)), min_size=1, max_size=12)
+SPEED = st.sampled_from([0.0, 0.25, 1.0, 1.0])
+
+
+@settings(max_examples=200)
+@given(layouts(), TOLERANCES, WINDOWS, st.sampled_from(["balanced", "packed"]))
+def test_bytes_are_those_of_the_tables(layout: Layout, tolerance: float, window: int | None, policy: str) -> None:
+    plan = make_plan(layout, policy=policy, shape=SMALL_SHAPE, tolerance=tolerance, window=window)
+    assert bytes_sent(plan) == verify(plan).bytes_total
+
+
+@settings(max_examples=200)
+@given(LENGTHS, st.integers(1, 9), TOLERANCES, st.none() | st.integers(1, 500), st.data())
+def test_every_rank_gets_equally_many_tokens(
+    lengths: list[int], ranks: int, tolerance: float, window: int | None, data: st.DataObject
+) -> None:
+    speeds = data.draw(st.just([]) | st.lists(SPEED, min_size=ranks, max_size=ranks).filter(any))
+    topology = Topology(ranks, speeds=tuple(speeds))
+    per_rank = -(-sum(lengths) // ranks)
+    layout = woven_layout(lengths, per_rank, ranks, topology=topology, tolerance=tolerance, window=window)
+    assert layout.doc_lengths.tolist() == [length for length in lengths if length]
+    assert layout.tokens_by_rank.max() <= per_rank
+    assert layout.tokens_by_rank.max() - layout.tokens_by_rank.min() <= 1
+    report = verify(make_plan(layout, topology=topology, shape=SMALL_SHAPE, tolerance=tolerance, window=window))
+    assert report.pairs_total == verify(make_plan(
+        Layout.contiguous(lengths, per_rank, ranks), policy="packed", shape=SMALL_SHAPE, window=window
+    )).pairs_total  # fmt: skip
+
+
+def test_one_document_alone_is_about_head_tail() -> None:
+    for ranks in (2, 4, 7):
+        woven = woven_layout([ranks * 8_192], 8_192, ranks, tolerance=0.02)
+        even = Layout.head_tail([ranks * 8_192], ranks)
+        costs = [bytes_sent(make_plan(layout, shape=LLAMA3_8B, tolerance=0.02)) for layout in (woven, even)]
+        assert costs[0] <= 1.01 * costs[1]
+
+
+def test_among_short_documents_a_long_one_is_cut_into_equal_work() -> None:
+    layout = woven_layout([65_536, *[1_024] * 192], 65_536, 4, tolerance=0.02)
+    plan = make_plan(layout, policy="packed", shape=LLAMA3_8B)
+    report = verify(plan)
+    assert report.work_max_over_mean <= 1.02
+    # Four parts of equal work end at √(j/4) of the length; each but the first needs the keys before it.
+    ideal = sum(65_536 * (part / 4) ** 0.5 for part in (1, 2, 3)) * LLAMA3_8B.beta_bytes
+    assert report.bytes_total <= 1.05 * ideal
+
+
+def test_whole_documents_are_not_cut_where_that_is_even() -> None:
+    layout = woven_layout([4_000, 4_000, 1_000, 1_000], 5_000, 2, tolerance=0.02)
+    assert layout.shards == 4
+    assert layout.tokens_by_rank.tolist() == [5_000, 5_000]
+
+
+def test_a_slow_rank_gets_light_documents() -> None:
+    topology = Topology(2, speeds=(1.0, 0.1))
+    layout = woven_layout([8_192, *[64] * 128], 8_192, 2, topology=topology, tolerance=0.05)
+    work = np.zeros(2)
+    np.add.at(work, layout.shard_rank, layout.shard_length * (2 * layout.shard_start + layout.shard_length))
+    assert work[1] < 0.15 * work[0]
+
+
+def test_long_documents_are_cut_at_blocks() -> None:
+    layout = woven_layout([30_001, 20_003, 9_999, *[700] * 30], 20_251, 4, tolerance=0.02)
+    late = layout.shard_start[(layout.shard_start > 0) & (layout.doc_lengths[layout.shard_doc] > 5_000)]
+    assert len(late) and np.count_nonzero(late % 128 == 0) >= len(late) - 3
+
+
+def test_ranks_that_share_a_document_are_neighbours() -> None:
+    layout = woven_layout([40_000, 39_000, *[100] * 10], 10_000, 8, tolerance=0.05)
+    first = set(layout.shard_rank[layout.shard_doc == 0].tolist())
+    assert first <= set(range(min(first), min(first) + len(first) + 1))
+
+
+@settings(max_examples=30)
+@given(LENGTHS, st.integers(1, 6), TOLERANCES)
+def test_the_choice_is_the_cheapest_candidate(lengths: list[int], ranks: int, tolerance: float) -> None:
+    per_rank = -(-sum(lengths) // ranks) + 3
+    chosen = choose_layout(lengths, per_rank, ranks, shape=LLAMA3_8B, tolerance=tolerance)
+    costs = [
+        bytes_sent(make_plan(layout, shape=LLAMA3_8B, tolerance=tolerance))
+        for layout in (chosen, *layout_candidates(lengths, per_rank, ranks, tolerance=tolerance).values())
+    ]
+    assert costs[0] == min(costs)
+
+
+def weighted_bytes(plan: DispatchPlan) -> float:
+    """Bytes of both phases of the forward pass; those inside a node with their weight."""
+    total, topology = 0.0, plan.topology
+    for table in build_all_tables(plan):
+        for sent, row_bytes in ((table.q_send, plan.shape.alpha_bytes), (table.kv_send, plan.shape.beta_bytes)):
+            for peer, rows in zip(sent.peer.tolist(), sent.rows.tolist(), strict=True):
+                near = peer // topology.node_size == table.rank // topology.node_size
+                total += rows * row_bytes * (topology.intra_node_weight if near else 1.0)
+    return total
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(
+    "lengths",
+    # Equal long documents lie whole in a node as they are packed; weaving takes them apart.
+    [[40_000, 40_000], [16_000] * 5, [70_000, *[500] * 20], [9_000, 30_000, 800, 800, 20_000]],
+)
+def test_bytes_inside_a_node_count_less_in_the_choice(lengths: list[int], weight: float) -> None:
+    topology, per_rank = Topology(8, node_size=4, intra_node_weight=weight), -(-sum(lengths) // 8)
+    candidates = layout_candidates(lengths, per_rank, 8, topology=topology)
+    chosen = choose_layout(lengths, per_rank, 8, shape=LLAMA3_8B, topology=topology)
+    costs = [
+        weighted_bytes(make_plan(layout, shape=LLAMA3_8B, topology=topology))
+        for layout in (chosen, *candidates.values())
+    ]
+    assert costs[0] == pytest.approx(min(costs))
+
+
+def test_a_candidate_that_memory_forbids_is_passed_over() -> None:
+    """Woven, every rank needs keys of the long documents; packed one after another, two ranks need none."""
+    lengths, topology = [8_000, 8_000], Topology(4, memory_tokens=(0, 4_000, 0, 4_000))
+    candidates = layout_candidates(lengths, 4_000, 4, topology=topology)
+    with pytest.raises(PlanError):
+        make_plan(candidates["woven"], shape=LLAMA3_8B, topology=topology)
+    layout = choose_layout(lengths, 4_000, 4, shape=LLAMA3_8B, topology=topology)
+    assert layout.shard_rank.tolist() == candidates["contiguous"].shard_rank.tolist()
+    assert layout.shard_start.tolist() == candidates["contiguous"].shard_start.tolist()
+    with pytest.raises(PlanError, match="no layout fits"):
+        choose_layout(lengths, 4_000, 4, shape=LLAMA3_8B, topology=Topology(4, memory_tokens=(0,) * 4))
+
+
+def check_bytes_on_workload(path: Path, published: dict[str, float]) -> None:
+    workload = json.loads(path.read_text())
+    sent = []
+    for batch in workload["batches"]:
+        layout = choose_layout(
+            batch["docs"], workload["tokens_per_rank"], workload["ranks"], shape=LLAMA3_8B, tolerance=0.02
+        )
+        assert layout.tokens_by_rank.max() <= workload["tokens_per_rank"]
+        report = verify(make_plan(layout, shape=LLAMA3_8B, tolerance=0.02))
+        assert report.work_max_over_mean <= 1.02
+        sent.append(report.bytes_total)
+    assert sum(sent) / len(sent) <= 0.75 * published[path.stem]
+
+
+@pytest.fixture(scope="module")
+def published(shared_dir: Path) -> dict[str, float]:
+    rows = json.loads((shared_dir / "workloads" / "reference_results.json").read_text())["rows"]
+    return {row["workload"]: row["gigabytes"] * 1e9 for row in rows if row["tolerance"] == 0.02}
+
+
+@pytest.mark.parametrize("name", ["prolong_ctx512K_T128K_n8", "prolong_ctx512K_T64K_n64", "pretrain_ctx256K_T128K_n8"])
+def test_bytes_against_the_published_planner(shared_dir: Path, published: dict[str, float], name: str) -> None:
+    check_bytes_on_workload(shared_dir / "workloads" / f"{name}.json", published)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1_800)
+def test_bytes_against_the_published_planner_everywhere(shared_dir: Path, published: dict[str, float]) -> None:
+    for path in sorted((shared_dir / "workloads").glob("*_n*.json")):
+        check_bytes_on_workload(path, published)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "message"),
+    [
+        ([30, 1], {}, "31 tokens do not fit 3 ranks of 10"),
+        ([30, -1], {}, "-1"),
+        ([3], {"topology": Topology(2)}, "2 servers for 3 ranks"),
+    ],
+)
+def test_mistakes_are_explained(lengths: list[int], changes: dict[str, Topology], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        woven_layout(lengths, 10, 3, **changes)
+    with pytest.raises(UsageError, match=message):
+        choose_layout(lengths, 10, 3, shape=SMALL_SHAPE, **changes)
