@@ -56,6 +56,14 @@ def test_progress_and_limit(any_source: Path, texts: list[str]) -> None:
     assert data_statistics(any_source, max_documents=len(texts)).complete
 
 
+def test_a_scan_stops_once_it_has_the_tokens(any_source: Path) -> None:
+    whole = data_statistics(any_source, ranks=())
+    part = data_statistics(any_source, ranks=(), max_tokens=whole.tokens // 2)
+    assert not part.complete
+    assert part.tokens >= whole.tokens // 2 > part.tokens - int(part.lengths[-1])
+    assert part.lengths.tolist() == whole.lengths[: part.documents].tolist()
+
+
 def test_statistics_of_a_mix(write: object, texts: list[str]) -> None:
     paths = [write("text", texts), write("jsonl", texts)]  # type: ignore[operator]
     config = DataConfig(sources=tuple(SourceConfig(path=str(p)) for p in paths), chunk_tokens=32, eval_fraction=0.5)

@@ -82,7 +82,7 @@ class DataStatistics:
         ignored_files: files left aside, by their ending.
         chunk_tokens: chunk size for which `imbalance` holds.
         imbalance: one entry for each number of ranks.
-        complete: False if the scan stopped at `max_documents`.
+        complete: False if the scan stopped at `max_documents` or `max_tokens`.
     """
 
     lengths: IntArray
@@ -163,6 +163,7 @@ def data_statistics(
     chunk_tokens: int = 8192,
     ranks: Sequence[int] = DEFAULT_RANKS,
     max_documents: int | None = None,
+    max_tokens: int | None = None,
     progress: Callable[[ScanProgress], None] | None = None,
 ) -> DataStatistics:
     """Read every document once, in the order of training, and measure it. What cannot be read is counted.
@@ -172,6 +173,7 @@ def data_statistics(
         tokenizer, chunk_tokens: for a path or a source.
         ranks: numbers of ranks for which to give the imbalance.
         max_documents: stop after that many.
+        max_tokens: stop once the documents hold that many tokens.
         progress: called about once a MiB and at the end.
 
     Raises:
@@ -197,13 +199,16 @@ def data_statistics(
 
     lengths = array("q")
     longest: list[tuple[int, str]] = [(0, "")] * LONGEST_SHOWN
-    size_bytes = reported = 0
+    size_bytes = reported = tokens = 0
     complete = True
     while (document := lane.peek()) is not None:
-        if max_documents is not None and len(lengths) >= max_documents:
+        if (max_documents is not None and len(lengths) >= max_documents) or (
+            max_tokens is not None and tokens >= max_tokens
+        ):
             complete = False
             break
         lengths.append(len(document.tokens))
+        tokens += len(document.tokens)
         heappushpop(longest, (len(document.tokens), document.path))
         size_bytes += document.size_bytes
         lane.take(len(document.tokens))

@@ -65,17 +65,17 @@ def work_per_rank(
     with picture(path, height_in=4.2, title=title, note=note) as figure:
         panels = figure.subplots(1, 2, sharey=True)
         for axes, name, (work, below), total in zip(panels, names, heights, totals, strict=True):
-            _draw_panel(axes, work, below, total)
+            draw_work_panel(axes, work, below, total)
             waiting = 1 - total.mean() / total.max()
             time = "attention time" if token_wise is None else "device time"
             axes.set_title(f"{name}: {waiting:.0%} of {time} is waiting", loc="left", pad=8)
             axes.set_ylim(0, top * 1.14)
         panels[0].set_ylabel("work of the rank, × mean")
-        _legend(panels[1], with_base=token_wise is not None)
+        draw_work_legend(panels[1], with_base=token_wise is not None)
         figure.align_ylabels()
 
 
-def _draw_panel(
+def draw_work_panel(
     axes: Axes, work: npt.NDArray[np.float64], below: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
 ) -> None:
     ranks = len(work)
@@ -110,7 +110,7 @@ def _draw_panel(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
 
 
-def _legend(axes: Axes, *, with_base: bool) -> None:
+def draw_work_legend(axes: Axes, *, with_base: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

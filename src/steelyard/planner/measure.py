@@ -1,0 +1,172 @@
+"""What a policy makes of a layout: times, balance, bytes and bounds, in the words of `steelyard plan`.
+
+Everything but the times is worked out from the tables by `checks.verify`, not from the planner's own account.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from steelyard.domain.arrays import IntArray
+from steelyard.domain.layout import Layout
+from steelyard.domain.plan import DispatchPlan
+from steelyard.domain.shapes import AttentionShape
+from steelyard.domain.topology import Topology
+from steelyard.planner import make_plan
+from steelyard.planner.baselines.relay import cut_at_ranks
+from steelyard.planner.bounds import busiest_bytes_bound, total_bytes_bound
+from steelyard.planner.checks import verify
+from steelyard.planner.layouts import choose_layout
+from steelyard.planner.tables import build_all_tables
+
+COMPARED = ("balanced", "packed", "wlb", "per_document_cp", "head_tail", "greedy")
+REPEATS = 3
+ENOUGH_S = 1.0  # what has taken this long is not timed again
+
+Clock = Callable[[], float]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """One batch under one policy. Bytes are one layer's forward pass, all ranks' tables counted.
+
+    Attributes:
+        batch: number of the batch in its workload.
+        plan_ms: time of planning; tables_ms: time until every array that the runtime needs exists, for all ranks. The
+            fastest of up to three runs each.
+        work_max_over_mean: largest work of a server ÷ its share (the mean, if all are equally fast).
+        bytes_total: all rows sent, both phases, all ranks.
+        bytes_out_max_over_mean, bytes_in_max_over_mean: busiest sender and receiver of the dispatch phase (queries,
+            keys, values) over the mean of all ranks; 1 where nothing is sent.
+        busiest_bytes: most bytes that one rank sends or receives in the dispatch phase.
+        busiest_lower_bound_bytes: no plan in which no receiver sends, and that keeps the balance promise, has less.
+        lower_bound_bytes: no plan that keeps the balance promise on this layout has a smaller `bytes_total`. Both are
+            None where a document spans ranks.
+        pairs_total: (query, key) pairs computed: policies that cut documents compute fewer, another function.
+        received_tokens_max: most query and key rows that one server receives.
+        buffer_bytes_max: most bytes that exchange buffers of one layer's attention take on one rank at a time, where
+            received rows are kept until backward.
+        tasks, moved_tasks: all of them, and those computed elsewhere than where their queries live.
+        tokens_max_over_mean: tokens of the fullest rank over the mean: the imbalance of memory.
+    """
+
+    batch: int
+    plan_ms: float
+    tables_ms: float
+    work_max_over_mean: float
+    bytes_total: int
+    bytes_out_max_over_mean: float
+    bytes_in_max_over_mean: float
+    busiest_bytes: int
+    busiest_lower_bound_bytes: int | None
+    lower_bound_bytes: int | None
+    pairs_total: int
+    received_tokens_max: int
+    buffer_bytes_max: int
+    tasks: int
+    moved_tasks: int
+    tokens_max_over_mean: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredPlan:
+    """A plan, its figures, and the work of each server in pairs, int64 (ranks,)."""
+
+    plan: DispatchPlan
+    figures: PlanFigures
+    work_by_server: IntArray
+
+
+def measure_plan(
+    layout: Layout,
+    *,
+    policy: str,
+    shape: AttentionShape,
+    tolerance: float,
+    topology: Topology | None = None,
+    window: int | None = None,
+    batch: int = 0,
+    layout_chosen: bool = False,
+    repeats: int = REPEATS,
+    clock: Clock = time.perf_counter,
+) -> MeasuredPlan:
+    """Plan, build the tables of all ranks, verify, and count. `packed` cuts documents at the ends of ranks, as training
+    on packed chunks does.
+
+    Args:
+        layout_chosen: where a document spans ranks, `balanced` lays the documents out anew (`planner.layouts`) before
+            it plans; `plan_ms` counts that.
+
+    Raises:
+        UsageError, PlanError: as `make_plan`.
+        PlanViolation: the plan does not keep what it promises.
+    """
+    if topology is None:
+        topology = Topology(layout.ranks)
+    given = cut_at_ranks(layout) if policy == "packed" else layout
+    relays = layout_chosen and policy == "balanced" and layout.spans_ranks
+    tokens_per_rank = int(layout.tokens_by_rank.max())
+
+    def plan_it() -> DispatchPlan:
+        placed = given
+        if relays:
+            placed = choose_layout(
+                layout.doc_lengths.tolist(), tokens_per_rank, layout.ranks,
+                shape=shape, topology=topology, tolerance=tolerance, window=window,
+            )  # fmt: skip
+        return make_plan(placed, policy=policy, topology=topology, shape=shape, tolerance=tolerance, window=window)
+
+    plan_s, plan = fastest(plan_it, repeats, clock)
+    tables_s, tables = fastest(lambda: build_all_tables(plan), repeats, clock)
+    report = verify(plan, tables)
+    figures = PlanFigures(
+        batch=batch,
+        plan_ms=plan_s * 1e3,
+        tables_ms=tables_s * 1e3,
+        work_max_over_mean=report.work_max_over_mean,
+        bytes_total=report.bytes_total,
+        bytes_out_max_over_mean=report.bytes_out_max_over_mean,
+        bytes_in_max_over_mean=report.bytes_in_max_over_mean,
+        busiest_bytes=report.busiest_bytes,
+        busiest_lower_bound_bytes=busiest_bytes_bound(plan.layout, topology, shape, tolerance, window),
+        lower_bound_bytes=total_bytes_bound(plan.layout, topology, shape, tolerance, window),
+        pairs_total=report.pairs_total,
+        received_tokens_max=report.received_tokens_max,
+        buffer_bytes_max=report.buffer_bytes_max(),
+        tasks=report.tasks,
+        moved_tasks=report.moved_tasks,
+        tokens_max_over_mean=max_over_mean(plan.layout.tokens_by_rank),
+    )
+    return MeasuredPlan(plan, figures, report.work_by_server)
+
+
+def fastest(work: Callable[[], Result], repeats: int, clock: Clock = time.perf_counter) -> tuple[float, Result]:
+    """Time of the fastest of up to `repeats` runs, without pauses of the garbage collector, and the last result."""
+    best, spent, collecting = float("inf"), 0.0, gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            begin = clock()
+            result = work()
+            elapsed = clock() - begin
+            best, spent = min(best, elapsed), spent + elapsed
+            if spent >= ENOUGH_S:
+                break
+    finally:
+        if collecting:
+            gc.enable()
+    return best, result
+
+
+def max_over_mean(values: IntArray) -> float:
+    """Largest value over the mean; 1 where all are 0."""
+    total = int(values.sum())
+    return int(values.max()) * len(values) / total if total else 1.0

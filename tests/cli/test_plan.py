@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.cli.main import main
+from steelyard.planner.measure import COMPARED
+
+KEYS = [
+    "batch", "plan_ms", "tables_ms", "work_max_over_mean", "bytes_total", "bytes_out_max_over_mean",
+    "bytes_in_max_over_mean", "busiest_bytes", "busiest_lower_bound_bytes", "lower_bound_bytes", "pairs_total",
+    "received_tokens_max", "buffer_bytes_max", "tasks", "moved_tasks", "tokens_max_over_mean",
+]  # fmt: skip
+WORKLOAD = {
+    "tokens_per_rank": 4_000,
+    "ranks": 4,
+    "batches": [{"docs": [4_000, *[200] * 20, *[1_000] * 8]}, {"docs": [9_000, 3_000, 4_000]}],
+}
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "workload.json"
+    path.write_text(json.dumps(WORKLOAD))
+    return path
+
+
+def figures(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, list[dict[str, Any]]]:
+    assert main(["plan", *argv, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result) == ["policies"]
+    policies: dict[str, list[dict[str, Any]]] = result["policies"]
+    return policies
+
+
+def test_json_has_exactly_the_keys_of_the_contract(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policies = figures(capsys, str(workload), "--policy", "all")
+    assert list(policies) == list(COMPARED)
+    for rows in policies.values():
+        assert [list(row) for row in rows] == [KEYS, KEYS]
+        assert [row["batch"] for row in rows] == [0, 1]
+        for row in rows:
+            numbers = {k: v for k, v in row.items() if not k.endswith("lower_bound_bytes")}
+            assert all(isinstance(v, (int, float)) for v in numbers.values())
+    whole, spanning = policies["balanced"]
+    assert whole["lower_bound_bytes"] <= whole["bytes_total"]
+    assert whole["busiest_lower_bound_bytes"] is not None
+    assert spanning["lower_bound_bytes"] is None
+    assert spanning["busiest_lower_bound_bytes"] is None
+
+
+def test_policies_differ_as_they_should(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policies = figures(capsys, str(workload), "--policy", "all", "--tolerance", "0.02")
+    whole = 9_000 * 9_001 // 2 + 3_000 * 3_001 // 2 + 4_000 * 4_001 // 2
+    assert policies["balanced"][1]["pairs_total"] == policies["wlb"][1]["pairs_total"] == whole
+    assert policies["packed"][1]["pairs_total"] < whole
+    assert all(row["work_max_over_mean"] <= 1.02 for row in policies["balanced"])
+    assert policies["packed"][0]["work_max_over_mean"] > 1.5
+    assert policies["packed"][1]["bytes_total"] == policies["wlb"][1]["bytes_total"] == 0
+    assert policies["wlb"][1]["tokens_max_over_mean"] > 2
+    assert policies["balanced"][1]["tokens_max_over_mean"] == 1
+    assert policies["per_document_cp"][0]["work_max_over_mean"] < 1.01
+    assert 0 < policies["balanced"][0]["bytes_total"] < policies["per_document_cp"][0]["bytes_total"]
+
+
+def test_flags_reach_the_planner(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = figures(capsys, str(workload))["balanced"][0]
+    larger = figures(capsys, str(workload), "--model", "llama-34b")["balanced"][0]
+    assert larger["bytes_total"] > 1.2 * plain["bytes_total"]
+    slow = figures(capsys, str(workload), "--speeds", "1,1,0.5,1")["balanced"][0]
+    assert slow["work_max_over_mean"] <= 1.05
+    assert slow["bytes_total"] != plain["bytes_total"]
+    capped = figures(capsys, str(workload), "--memory-tokens", "9000")["balanced"][1]
+    assert capped["received_tokens_max"] <= 9_000
+    cp = figures(capsys, str(workload), "--policy", "per_document_cp", "--node-size", "2")
+    assert cp["per_document_cp"][0]["work_max_over_mean"] > 1.1
+    given = figures(capsys, str(workload), "--layout", "given")["balanced"]
+    assert given[0]["bytes_total"] == plain["bytes_total"]  # no document spans ranks
+    assert given[1]["bytes_total"] > figures(capsys, str(workload))["balanced"][1]["bytes_total"]
+    window = figures(capsys, str(workload), "--window", "64")["balanced"][0]
+    assert window["pairs_total"] < plain["pairs_total"] / 10
+
+
+def test_nodes_reach_the_planner(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = [4_000, *[2_000] * 2, 3_500, 500, *[250] * 16]
+    workload.write_text(json.dumps({"tokens_per_rank": 4_000, "ranks": 4, "batches": [{"docs": docs}]}))
+    rows = [
+        figures(capsys, str(workload), *argv)["balanced"][0]
+        for argv in ([], ["--node-size", "2"], ["--node-size", "2", "--node-weight", "1"])
+    ]
+    assert rows[0]["bytes_total"] == rows[2]["bytes_total"]
+    assert rows[0]["bytes_total"] != rows[1]["bytes_total"]
+
+
+def test_tables_fit_80_columns(
+    workload: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["plan", str(workload), "--policy", "all"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "2 batches, 32 documents, 4 ranks × 4,000 tokens; model llama3-8b, tolerance 0.05" in lines[0]
+    assert [line.strip() for line in lines if line.strip() in COMPARED] == list(COMPARED)
+    rows = [line for line in lines if line.startswith(("    0", "    1"))]
+    assert len(rows) == 2 * len(COMPARED)
+    assert all(len(line) <= 80 and "…" not in line for line in rows)
+    assert "[/]" not in out
+
+
+def test_a_memory_cap_that_comes_first_is_said(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {"tokens_per_rank": 4_000, "ranks": 2, "batches": [{"docs": [4_000, *[100] * 40]}]}
+    workload.write_text(json.dumps(document))
+    assert main(["plan", str(workload), "--memory-tokens", "500"]) == 0
+    assert "the memory cap came before balance in batch 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["--policy", "wlb"], ["--policy", "all", "--speeds", "1,1,0,1"]])
+def test_plot(workload: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    picture = workload.with_name("plan.png")
+    assert main(["plan", str(workload), "--plot", str(picture), *argv]) == 0
+    assert "plan.png" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, length in enumerate([2_000, 100, 3_000, 500, 900, 400, 1_200, 700]):
+        (folder / f"{number}.txt").write_text("a" * (length - 1))
+    return folder
+
+
+def test_documents_become_batches(documents: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = figures(capsys, str(documents), "--ranks", "4", "--chunk-tokens", "1000")["balanced"]
+    assert len(rows) == 2  # 8,800 tokens
+    rows = figures(capsys, str(documents), "--ranks", "4", "--chunk-tokens", "1000", "--batches", "1")["balanced"]
+    assert len(rows) == 1
+    assert rows[0]["tokens_max_over_mean"] == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["{texts}"],
+            "{texts} is no workload file (.json) but documents; say on how many ranks, for example --ranks 8",
+        ),
+        (["{texts}", "--ranks", "0"], "--ranks 0: expected at least 1"),
+        (
+            ["{texts}", "--ranks", "64"],
+            "{texts}: its documents hold 8,800 tokens, less than one batch of 64 ranks × 8,192 tokens = 524,288; "
+            "use fewer ranks, smaller chunks or more documents",
+        ),
+        (["{file}x"], "no file or folder {file}x (did you mean {file}?)"),
+        (
+            ["{file}", "--ranks", "4"],
+            "--ranks 4: a workload file says this itself; the flag is for folders of documents",
+        ),
+        (["{file}", "--policy", "greddy"], "--policy greddy: expected one of balanced, packed, wlb, per_document_cp, "
+         "head_tail, greedy, reference, all; did you mean greedy?"),
+        (["{file}", "--model", "llama3-8"], "no built-in model 'llama3-8'; did you mean 'llama3-8b'? "
+         "(or give the path of a Transformers config.json)"),
+        (["{file}", "--speeds", "1,fast"], "--speeds: number 2 is 'fast', expected for example 1,1,0.5"),
+        (["{file}", "--speeds", "1,1"], "--speeds gives 2 speeds, the workload has 4 ranks; give one each"),
+        (["{file}", "--tolerance", "-1"], "tolerance=-1.0, expected a number >= 0 such as 0.05"),
+        (["{file}", "--plot", "x.gif"], "--plot x.gif: expected a file that ends in .png, .svg or .pdf"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line(
+    workload: Path, documents: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def filled(text: str) -> str:
+        return text.replace("{file}", str(workload)).replace("{texts}", str(documents))
+
+    assert main(["plan", *map(filled, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"steelyard: error: {filled(message)}\n"
+    assert captured.out == ""
+
+
+def test_a_broken_workload_names_batch_and_key(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload.write_text(json.dumps({**WORKLOAD, "batches": [{"docs": [5]}, {"docs": [7, "9"]}]}))
+    assert main(["plan", str(workload), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f'steelyard: error: {workload}: batches[1].docs[1] is "9", expected the length')
+    assert captured.out == ""
+
+
+def test_heads_that_do_not_divide(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"num_attention_heads": 8, "num_key_value_heads": 3, "hidden_size": 64}')
+    assert main(["plan", str(workload), "--model", str(config)]) == 2
+    assert "num_attention_heads=8 is not a multiple of num_key_value_heads=3" in capsys.readouterr().err
