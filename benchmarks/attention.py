@@ -5,6 +5,11 @@
 Rates are useful GFLOP/s of processor time: 4 · head_dim · heads · pairs forward and 2.5 times as many backward, pairs
 being the causal (query, key) pairs; what an implementation computes above the diagonal does not count. All variants run
 in turn in each round, so that a slow moment of the machine hits them alike; the best round counts.
+
+A document is cut into ranges of n queries in three ways: "adjacent", all of them one behind another in one table;
+"alternate", every other one in one table with its queries, the rest in a second one, computed in turn: what two
+servers would get that share the document evenly; and "lone", all in one table, in an order in which no range sees the
+keys of the one before it, so that each is computed by itself.
 """
 
 from __future__ import annotations
@@ -15,12 +20,15 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from steelyard.attention import build_backend, local_attention, packed_tasks
+from steelyard.attention import build_backend, local_attention, packed_tasks, selected_tasks
+from steelyard.domain.plan import KernelTasks
 
 MATMUL_SIZE = 2048
 SHORT_DOC = 512
@@ -46,38 +54,67 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one server computes: `run` maps its queries and all keys and values to the output, under autograd.
+
+    rows: the queries it is sent; None: all of them.
+    """
+
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Variant:
-    """A way to compute core attention of `doc_lengths`: `run` maps q, k, v to the output, under autograd."""
+    """A way to compute core attention of `doc_lengths`, in one or several parts that are timed together."""
 
     name: str
     doc_lengths: Sequence[int]
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    parts: Sequence[Part]
 
 
 def variants_of(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Variant]:
     backend = build_backend("cpu", **asdict(shape), device="cpu", dtype=dtype)
 
-    def ours(name: str, doc_lengths: Sequence[int], range_length: int | None = None) -> Variant:
-        tasks = packed_tasks(doc_lengths, range_length=range_length)
-        return Variant(name, doc_lengths, lambda q, k, v: local_attention(q, k, v, tasks, backend))
+    def by_us(tasks: KernelTasks, rows: torch.Tensor | None = None) -> Part:
+        return Part(lambda q, k, v: local_attention(q, k, v, tasks, backend), rows)
+
+    def ours(name: str, doc_lengths: Sequence[int], *parts: Part) -> Variant:
+        return Variant(name, doc_lengths, parts)
 
     def torchs(name: str, doc_lengths: Sequence[int]) -> Variant:
-        return Variant(name, doc_lengths, lambda q, k, v: torch_attention(q, k, v, doc_lengths))
+        return Variant(name, doc_lengths, [Part(lambda q, k, v: torch_attention(q, k, v, doc_lengths))])
 
     one, many = [tokens], [SHORT_DOC] * (tokens // SHORT_DOC)
+    variants = [torchs("torch whole", one), ours("whole", one, by_us(packed_tasks(one)))]
+    for length in RANGES:
+        if length < tokens:
+            cut = packed_tasks(one, range_length=length)
+            index = np.arange(len(cut))
+            variants += [
+                ours(f"adjacent {length}", one, by_us(cut)),
+                ours(f"alternate {length}", one, *(by_us(*server(cut, index[first::2])) for first in (0, 1))),
+                ours(f"lone {length}", one, by_us(selected_tasks(cut, index[::-1]))),
+            ]
     return [
-        torchs("torch whole", one),
-        ours("whole", one),
-        *(ours(f"ranges {length}", one, length) for length in RANGES if length < tokens),
+        *variants,
         torchs(f"torch docs {SHORT_DOC}", many),
-        ours(f"docs {SHORT_DOC}", many),
+        ours(f"docs {SHORT_DOC}", many, by_us(packed_tasks(many))),
     ]
+
+
+def server(tasks: KernelTasks, chosen: npt.NDArray[np.int64]) -> tuple[KernelTasks, torch.Tensor]:
+    """The chosen tasks of a table, with their queries one behind another, and which rows these were."""
+    mine = selected_tasks(tasks, chosen)
+    rows = [np.arange(row, row + length) for row, length in zip(mine.q_row, mine.q_length, strict=True)]
+    first = np.cumsum(mine.q_length) - mine.q_length
+    return replace(mine, q_row=first), torch.from_numpy(np.concatenate(rows))
 
 
 def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_lengths: Sequence[int]) -> torch.Tensor:
     """torch's own causal attention, document by document; (tokens, heads, head_dim)."""
     outs = []
-    for parts in zip(*(x.split(list(doc_lengths)) for x in (q, k, v)), strict=True):
+    for parts in zip(*(torch.split(x, list(doc_lengths)) for x in (q, k, v)), strict=True):
         q_, k_, v_ = (x.transpose(0, 1)[None] for x in parts)
         grouped = q.shape[1] != k.shape[1]
         out = functional.scaled_dot_product_attention(q_, k_, v_, is_causal=True, enable_gqa=grouped)
@@ -104,10 +141,17 @@ def measure(shape: Shape, tokens: int, rounds: int, dtype: torch.dtype) -> list[
     for _ in range(rounds + 1):  # the first round warms up: it counts like the others, being never the best
         matmul_s = min(matmul_s, cpu_seconds(lambda: square @ square))
         for variant in variants:
-            start = time.process_time()
-            out = variant.run(q, k, v)
-            forward_s = time.process_time() - start
-            backward_s = cpu_seconds(lambda out=out: torch.autograd.grad(out, (q, k, v), dout))  # type: ignore[misc]
+            forward_s = backward_s = 0.0
+            for part in variant.parts:
+                mine, dmine = q, dout
+                if part.rows is not None:  # sent before the server begins
+                    mine, dmine = q.detach()[part.rows].requires_grad_(), dout[part.rows]
+                start = time.process_time()
+                out = part.run(mine, k, v)
+                forward_s += time.process_time() - start
+                start = time.process_time()
+                torch.autograd.grad(out, (mine, k, v), dmine)
+                backward_s += time.process_time() - start
             before = best.get(variant.name, (float("inf"), float("inf")))
             best[variant.name] = (min(before[0], forward_s), min(before[1], backward_s))
     matmul_gflops = 2 * MATMUL_SIZE**3 / matmul_s / 1e9
@@ -168,8 +212,8 @@ def main() -> None:
     load = machine()
     measured = [measure(shape, options.tokens, options.rounds, getattr(torch, options.dtype)) for shape in shapes]
     if options.json:
-        rates = [asdict(rate) for rates in measured for rate in rates]
-        print(json.dumps({"machine": load, "tokens": options.tokens, "dtype": options.dtype, "rates": rates}, indent=2))
+        record = {"machine": load, "tokens": options.tokens, "dtype": options.dtype}
+        print(json.dumps({**record, "rates": [asdict(rate) for rates in measured for rate in rates]}, indent=2))
         return
     print(", ".join(f"{name} {value}" for name, value in load.items()), f"| {options.tokens} tokens, {options.dtype}")
     for rates in measured:

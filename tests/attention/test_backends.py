@@ -18,14 +18,15 @@ from steelyard.attention import (
     core_attention_reference,
     local_attention,
     packed_tasks,
+    selected_tasks,
 )
-from steelyard.attention.cpu import CpuBackend
+from steelyard.attention.cpu import CpuBackend, Limits
 from steelyard.domain.plan import KernelTasks
 
 HEAD_DIM = 16
 DOCS = [7, 1, 13, 4, 0, 150]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
-SMALL_BLOCKS = {"forward_rows": 24, "backward_rows": 24, "ungrouped_rows": 24, "strip": 8}
+SMALL_BLOCKS = {"forward": Limits(24, 60, 768, 768, 768), "backward": Limits(20, 48, 768, 768, 768), "strip": 8}
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,24 @@ def actual(inputs: Inputs, documents: Sequence[int] | KernelTasks, backend: Back
     return [out.detach(), *torch.autograd.grad(out, (inputs.q, inputs.kv), inputs.dout)]
 
 
+def cut(docs: Sequence[int], length: int, form: str) -> list[KernelTasks]:
+    """Documents cut into ranges of `length` queries: tables whose results add up to the whole's.
+
+    "adjacent": one table. "alternate": every other range in each of two. "lone": in an order in which none follows the
+    one before it.
+    """
+    every = packed_tasks(docs, range_length=length)
+    index = np.arange(len(every))
+    if form == "alternate":
+        return [selected_tasks(every, index[first::2]) for first in (0, 1)]
+    return [every if form == "adjacent" else selected_tasks(every, index[::-1])]
+
+
+def actual_sum(inputs: Inputs, tables: Sequence[KernelTasks], backend: Backend) -> list[torch.Tensor]:
+    parts = [actual(inputs, table, backend) for table in tables]
+    return [torch.stack(same).sum(0) for same in zip(*parts, strict=True)]
+
+
 def assert_close(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
     for name, a, b in zip(("out", "dq", "dkv"), got, want, strict=True):
         assert torch.isfinite(a).all(), name
@@ -89,14 +108,27 @@ def assert_close(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 2), (8, 1)])
-@pytest.mark.parametrize("range_length", [None, 64, 5])
+@pytest.mark.parametrize("form", ["adjacent", "alternate", "lone"])
+@pytest.mark.parametrize("range_length", [151, 64, 5])
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_equals_dense_attention(
-    name: str, range_length: int | None, heads: int, kv_heads: int, dtype: torch.dtype
+    name: str, range_length: int, form: str, heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(sum(DOCS), heads, kv_heads, dtype)
-    tasks = packed_tasks(DOCS, range_length=range_length)
-    assert_close(actual(inputs, tasks, build(name, inputs)), expected(inputs, DOCS), dtype)
+    got = actual_sum(inputs, cut(DOCS, range_length, form), build(name, inputs))
+    assert_close(got, expected(inputs, DOCS), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "gather"), [(2, 200), (2, 2048), (8, 2048)])
+@pytest.mark.parametrize("scale", [0.25, 5.0])
+def test_gathered_ranges_through_operator_and_tiles(scale: float, heads: int, gather: int, dtype: torch.dtype) -> None:
+    docs = [1500, 30, 400]
+    inputs = make_inputs(sum(docs), heads, 2, dtype)
+    limits = Limits(block=512, gather=gather, operator=300, operator_near=200, square=300)
+    backend = CpuBackend(scale=scale, forward=limits, backward=limits)
+    got = actual_sum(inputs, cut(docs, 100, "alternate"), backend)
+    assert_close(got, expected(inputs, docs, scale=scale), dtype)
 
 
 @pytest.mark.parametrize("heads", [4, 2])
@@ -106,7 +138,8 @@ def test_long_documents_through_every_path(heads: int, dtype: torch.dtype, scale
     docs = [1300, 129, 601]
     inputs = make_inputs(sum(docs), heads, 2, dtype)
     for rows in (600, 1100):
-        backend = CpuBackend(scale=scale, ungrouped_rows=rows, square_rows=1050)
+        limits = Limits(block=rows, gather=rows, operator=768, operator_near=400, square=1050 if heads == 2 else 2000)
+        backend = CpuBackend(scale=scale, forward=limits, backward=limits)
         assert_close(actual(inputs, docs, backend), expected(inputs, docs, scale=scale), dtype)
 
 
@@ -133,10 +166,7 @@ def test_only_rows_of_tasks_are_written(name: str) -> None:
     """The middle document has no task: its rows of out, lse and dq stay, its keys' gradients are 0."""
     inputs = make_inputs(30, 4, 2, torch.float32)
     backend = build(name, inputs)
-    keep = np.array([0, 2])
-    every = packed_tasks([10, 12, 8])
-    columns = {name: getattr(every, name)[keep] for name in every.__dataclass_fields__ if name != "segment_offset"}
-    tasks = KernelTasks(**columns, segment_offset=np.arange(3))
+    tasks = selected_tasks(packed_tasks([10, 12, 8]), np.array([0, 2]))
     stores = {key: (value.detach(), value[:0].detach()) for key, value in (("q", inputs.q), ("k", inputs.k))}
     stores["v"] = (inputs.v.detach(), inputs.v[:0].detach())
     out, lse, dq = torch.full_like(inputs.q, 7.0), torch.full((30, 4), 7.0), torch.full_like(inputs.q, 7.0)
@@ -242,7 +272,7 @@ def test_random_tables_over_two_stores(
     docs, view = case
     inputs = make_inputs(sum(docs), 2 * group, 2, torch.float64)
     want = expected(inputs, docs, scale=scale)
-    options = {**SMALL_BLOCKS, "operator_rows": 16, "square_rows": 12} if small else {}
+    options = dict.fromkeys(("forward", "backward"), Limits(12, 30, 24, 16, 12)) | {"strip": 8} if small else {}
     backends: list[Backend] = [build("reference", inputs, scale=scale), CpuBackend(scale=scale, **options)]
     for backend in backends:
         assert_close(run_scattered(inputs, view, backend), want, torch.float64)
@@ -264,8 +294,9 @@ def test_repeats_are_bit_identical(dtype: torch.dtype) -> None:
     docs = [300, 3, 3, 1, 40, 3]
     inputs = make_inputs(sum(docs), 8, 2, dtype)
     backend = CpuBackend(scale=0.25, **SMALL_BLOCKS)
-    first, second = actual(inputs, docs, backend), actual(inputs, docs, backend)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for form in ("adjacent", "alternate"):
+        first, second = (actual_sum(inputs, cut(docs, 37, form), backend) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.attention.merge import merge
+from steelyard.attention.merge import merge, merge_into
 
 
 def partial(score: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,3 +37,17 @@ def test_half_types_merge_in_fp32() -> None:
     out, lse = merge(torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(2), torch.zeros(2, 3), torch.zeros(2))
     assert out.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(out, torch.full((2, 3), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_merging_in_place_is_the_same(dtype: torch.dtype) -> None:
+    """Also where one part has nearly all the weight, or exactly half."""
+    generator = torch.Generator().manual_seed(0)
+    lse_a = torch.randn(2, 50, generator=generator, dtype=torch.float64)
+    lse_b = lse_a + torch.linspace(-800, 800, 50, dtype=torch.float64).index_fill_(0, torch.tensor([25]), 0.0)
+    out_a, out_b = (torch.randn(2, 50, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    out_b = out_b.to(dtype)
+    want_out, want_lse = merge(out_a, lse_a, out_b, lse_b)
+    merge_into(out_a, lse_a, out_b, lse_b)
+    torch.testing.assert_close(out_a, want_out, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(lse_a, want_lse, rtol=1e-14, atol=1e-14)

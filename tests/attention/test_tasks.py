@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.attention import packed_tasks
+from steelyard.attention import packed_tasks, selected_tasks
 from steelyard.errors import UsageError
 
 
@@ -28,3 +29,12 @@ def test_mistakes() -> None:
         packed_tasks([3, -1])
     with pytest.raises(UsageError, match="range_length=0"):
         packed_tasks([3], range_length=0)
+
+
+def test_selected_tasks_keep_their_keys() -> None:
+    every = packed_tasks([7, 9], range_length=3)
+    some = selected_tasks(every, np.array([4, 1]))
+    assert some.q_row.tolist() == [10, 3] and some.q_length.tolist() == [3, 3] and some.q_position.tolist() == [3, 3]
+    assert some.segment_offset.tolist() == [0, 1, 2]
+    assert some.segment_row.tolist() == [7, 0] and some.segment_length.tolist() == [6, 6]
+    assert len(selected_tasks(every, np.zeros(0, dtype=np.int64))) == 0

@@ -1,7 +1,7 @@
 """Core attention over task tables: one interface, several back ends.
 
-`interface` names the contract and chooses the back end, `reference` is slow and obvious, `cpu` is fast on CPUs, `merge`
-joins partial results, `tasks` and `local` serve attention that needs no exchange.
+`interface` names the contract and chooses the back end, `reference` is slow and obvious, `cpu` is fast on CPUs, with
+`blocks` and `tiles`; `merge` joins partial results, `tasks` and `local` serve attention that needs no exchange.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from steelyard.attention.interface import Backend, build_backend
 from steelyard.attention.local import local_attention
 from steelyard.attention.reference import accumulator_dtype, core_attention_reference, sink_gradient
-from steelyard.attention.tasks import packed_tasks
+from steelyard.attention.tasks import packed_tasks, selected_tasks
 
 __all__ = [
     "Backend",
@@ -18,5 +18,6 @@ __all__ = [
     "core_attention_reference",
     "local_attention",
     "packed_tasks",
+    "selected_tasks",
     "sink_gradient",
 ]

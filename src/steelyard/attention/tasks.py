@@ -44,3 +44,21 @@ def packed_tasks(doc_lengths: Sequence[int] | IntArray, *, range_length: int | N
         segment_length=int_column(end),
         segment_position=local,
     )
+
+
+def selected_tasks(tasks: KernelTasks, chosen: IntArray) -> KernelTasks:
+    """The tasks with the indices `chosen`, in that order, over the same rows."""
+    count = np.diff(tasks.segment_offset)[chosen]
+    offset = int_column(np.concatenate([[0], np.cumsum(count)]))
+    segment = np.repeat(tasks.segment_offset[:-1][chosen] - offset[:-1], count) + np.arange(offset[-1])
+    return KernelTasks(
+        q_store=tasks.q_store[chosen],
+        q_row=tasks.q_row[chosen],
+        q_length=tasks.q_length[chosen],
+        q_position=tasks.q_position[chosen],
+        segment_offset=offset,
+        segment_store=tasks.segment_store[segment],
+        segment_row=tasks.segment_row[segment],
+        segment_length=tasks.segment_length[segment],
+        segment_position=tasks.segment_position[segment],
+    )

@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import torch
 
+from steelyard.attention.reference import accumulator_dtype
+
 # Scores in a tile: 1 MiB in fp32 forward; backward keeps two tiles.
 FORWARD_TILE = 1 << 18
 BACKWARD_TILE = 1 << 17
@@ -81,15 +83,16 @@ def forward(
 
     Args:
         q_BRD: queries from `scaled`.
-        k_BND, v_BND: runs of keys and values; each query sees all of them, but for the mask.
+        k_BND, v_BND: runs of keys and values, of half types too (widened tile by tile); each query sees all of them,
+            but for the mask.
         mask_CC: from `causal_mask`, for the last C keys of the last run and the C queries of every head; R is a
             multiple of C. None: no mask.
         done: attention of the same queries to other keys; it is overwritten.
         bounded: see above; the same in `scaled`, `causal_mask`, `Partial.of` and here.
     """
     for run, first, last, masked in _tiles(q_BRD, k_BND, mask_CC, FORWARD_TILE):
-        weight_BRN = torch.bmm(q_BRD, k_BND[run][:, first:last].mT)
-        v_tile = v_BND[run][:, first:last]
+        k_tile, v_tile = (x[run][:, first:last].to(q_BRD.dtype) for x in (k_BND, v_BND))
+        weight_BRN = torch.bmm(q_BRD, k_tile.mT)
         if bounded:
             _weigh(weight_BRN, mask_CC if masked else None)
             sum_BR1 = weight_BRN.sum(-1, keepdim=True)
@@ -117,9 +120,10 @@ def forward(
 
 
 def scaled(q_KGRD: torch.Tensor, scale: float, *, bounded: bool) -> torch.Tensor:
-    """Queries as the functions here want them: (K, G·R, D), contiguous, times the scale (not bounded: and log2 e)."""
-    q = torch.empty(q_KGRD.shape, dtype=q_KGRD.dtype, device=q_KGRD.device)
-    torch.mul(q_KGRD, scale if bounded else scale * _LOG2_E, out=q)
+    """Queries as the functions here want them: (K, G·R, D), wide, times the scale (not bounded: and log2 e)."""
+    wide = accumulator_dtype(q_KGRD.dtype)
+    q = torch.empty(q_KGRD.shape, dtype=wide, device=q_KGRD.device)
+    torch.mul(q_KGRD.to(wide), scale if bounded else scale * _LOG2_E, out=q)
     return q.view(len(q), -1, q.shape[-1])
 
 
@@ -154,7 +158,7 @@ def backward(
     else:
         lse_BR1 = lse_BR1 * _LOG2_E
     for run, first, last, masked in _tiles(q_BRD, k_BND, mask_CC, BACKWARD_TILE):
-        k_tile, v_tile = k_BND[run][:, first:last], v_BND[run][:, first:last]
+        k_tile, v_tile = (x[run][:, first:last].to(q_BRD.dtype) for x in (k_BND, v_BND))
         weight_BRN = torch.bmm(q_BRD, k_tile.mT)
         if bounded:
             _weigh(weight_BRN, mask_CC if masked else None)
