@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steelyard.balance import Balancer
+from steelyard.balance import Balancer, NanoBatchPlan
 from steelyard.collectives import Exchange, Transfer
 from steelyard.domain.layout import Layout
 from steelyard.domain.shapes import AttentionShape
@@ -22,9 +22,11 @@ from steelyard.errors import PeerError
 from steelyard.model.config import ModelConfig
 from steelyard.model.transformer import Decoder
 from steelyard.observe.meter import Meter
-from steelyard.planner.rates import Rate
 from steelyard.observe.trace import Span, Trace
+from steelyard.planner import make_plan
 from steelyard.planner.checks import verify
+from steelyard.planner.rates import Rate
+from steelyard.planner.tables import build_tables
 from steelyard.runtime import ping_pong
 from steelyard.runtime.step import NanoBatch
 
@@ -73,7 +75,9 @@ def attention_of_layout(
     q, k, v, dout = qkv_of(layout, rank, dtype, SHAPE)
     for tensor in (q, k, v):
         tensor.requires_grad_(True)
-    nano = balancer.plan_layout(layout)
+    # One plan for both memory modes: bytes differ between them, and with the bytes the plan that is best.
+    plan = make_plan(layout, policy=policy, shape=SHAPE, tolerance=tolerance, window=window)
+    nano = NanoBatchPlan(plan, build_tables(plan, rank), 0)
     attention = balancer.core_attention(nano)
     out = q
     for layer in range(layers):
