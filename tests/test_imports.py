@@ -11,7 +11,7 @@ import pytest
 
 import steelyard
 
-TORCH_FREE = ["domain", "observe", "cost", "planner", "data", "plots", "settings", "errors", "cli"]
+TORCH_FREE = ["domain", "observe", "cost", "planner", "data", "plots", "simulate", "settings", "errors", "library", "cli"]
 SOURCE = Path(steelyard.__file__).parent
 
 

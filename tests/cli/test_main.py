@@ -67,7 +67,7 @@ def test_version_flag(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["vresion"], "unknown command 'vresion'; did you mean 'version'?"),
         (["stats"], "unknown command 'stats'; did you mean 'data stats'?"),
-        (["qqqq"], "unknown command 'qqqq'; expected one of demo, train, data stats, version"),
+        (["qqqq"], f"unknown command 'qqqq'; expected one of {', '.join(' '.join(c.words) for c in COMMANDS)}"),
         (["data"], "incomplete or unknown command 'data'; expected steelyard data stats"),
         (["data", "stat"], "incomplete or unknown command 'data stat'; expected steelyard data stats"),
         (["--frob"], "unknown option --frob before the command; write steelyard COMMAND --frob"),

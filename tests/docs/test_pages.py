@@ -13,13 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cli.advise import AdviseFlags
+from steelyard.cli.calibrate import CalibrateFlags
 from steelyard.cli.data_stats import DataStatsFlags
 from steelyard.cli.demo import DemoFlags
 from steelyard.cli.flags import flag_names
+from steelyard.cli.plan import PlanFlags
+from steelyard.cli.simulate import SimulateFlags
 from steelyard.cli.train import TrainFlags
+from steelyard.cli.validate import ValidateFlags
 from steelyard.cli.version import VersionFlags
 from steelyard.data.config import DataConfig, SourceConfig
 from steelyard.settings import load_toml
+from steelyard.simulate.config import SimulateConfig
 from steelyard.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +38,11 @@ TRAIN_EXAMPLE = TrainFlags(
 FLAGS = {
     "train": {*flag_names(TrainFlags, TRAIN_EXAMPLE), "--debug"},
     "data stats": {*flag_names(DataStatsFlags), "--debug"},
+    "plan": {*flag_names(PlanFlags), "--debug"},
+    "simulate": {*flag_names(SimulateFlags), "--debug"},
+    "advise": {*flag_names(AdviseFlags), "--debug"},
+    "validate": {*flag_names(ValidateFlags), "--debug"},
+    "calibrate": {*flag_names(CalibrateFlags), "--debug"},
     "demo": {*flag_names(DemoFlags), "--debug"},
     "version": {*flag_names(VersionFlags), "--debug"},
 }
@@ -66,6 +77,9 @@ def test_there_is_something_to_check() -> None:
 def test_configurations_load(page: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
+    if page == "docs/simulator.md":
+        assert load_toml(SimulateConfig, path).scenario()
+        return
     assert load_toml(TrainConfig, path).data.sources
 
 

@@ -8,10 +8,12 @@ import ranks as on_rank
 import torch
 
 from steelyard.attention import core_attention_reference
+from steelyard.planner.rates import Rate
 from steelyard.testing.pool import WorkerPool
 
 PING = [[40], [8, 9, 1]]
 PONG = [[3, 5, 30], [20]]
+REORDERED = (on_rank.MODEL, False, "keep", None, True)
 
 
 def reference_step(lengths: list[list[list[int] | None]], dtype: torch.dtype) -> tuple[float, dict[str, np.ndarray]]:
@@ -54,6 +56,33 @@ def test_model_on_any_number_of_ranks(pool: WorkerPool, ranks: int, dtype: torch
         np.testing.assert_allclose(
             result["gradients"][name], gradient, rtol=0, atol=bound * max(scale, 1), err_msg=name
         )
+
+
+def test_chunks_change_places_where_then_nothing_need_move(pool: WorkerPool) -> None:
+    lengths = [[[60], [9, 8, 43]], [[8, 9, 43], [60]]]
+    loss, gradients = reference_step(lengths, torch.float64)
+    as_given = pool.run(on_rank.train_step, 2, lengths, "balanced", True, torch.float64)
+    reordered = pool.run(on_rank.train_step, 2, lengths, "balanced", True, torch.float64, *REORDERED)
+    assert as_given[0]["moved"] and not reordered[0]["moved"]
+    assert sorted(r["step_order"] for r in reordered) == [(0, 1), (1, 0)]
+    assert reordered[0]["loss"] == pytest.approx(loss, rel=1e-12)
+    for name, gradient in gradients.items():
+        bound = 1e-12 * max(np.abs(gradient).max(), 1)
+        np.testing.assert_allclose(reordered[0]["gradients"][name], gradient, rtol=0, atol=bound, err_msg=name)
+
+
+def test_a_rank_that_is_slower_computes_less_and_the_model_is_the_same(pool: WorkerPool) -> None:
+    lengths = documents_over(3)
+    rates = [Rate(0.0, 3e-8), Rate(0.0, 1e-8), Rate(0.0, 1e-8)]
+    loss, gradients = reference_step(lengths, torch.float64)
+    results = pool.run(on_rank.train_step, 3, lengths, "balanced", True, torch.float64, on_rank.MODEL, False, "keep", rates)
+    for work in results[0]["work"]:
+        assert work[0] * 3 == pytest.approx(work[1], rel=0.2)  # rows of these short documents are coarse
+        assert work[1] == pytest.approx(work[2], rel=0.1)
+    assert results[0]["loss"] == pytest.approx(loss, rel=1e-12)
+    for name, gradient in gradients.items():
+        bound = 1e-12 * max(np.abs(gradient).max(), 1)
+        np.testing.assert_allclose(results[0]["gradients"][name], gradient, rtol=0, atol=bound, err_msg=name)
 
 
 def test_ping_pong_equals_one_after_the_other_bit_for_bit(pool: WorkerPool) -> None:

@@ -7,72 +7,61 @@ between two exchanges, and then compute the same plan: the planner is determinis
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from steelyard.attention import build_backend
 from steelyard.attention.interface import Backend
-from steelyard.collectives import Exchange, Progress
-from steelyard.cost.attention import pairs_array
+from steelyard.balance.chunk_order import orders_of
+from steelyard.balance.nano_batch import Kernel, NanoBatchAttention
+from steelyard.balance.plans import NanoBatchPlan, StepPlan
+from steelyard.collectives import Exchange, Progress, twin_group
+from steelyard.cost.attention import pairs_before_array
 from steelyard.domain.layout import Layout
-from steelyard.domain.plan import DispatchPlan, DispatchTables
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import PeerError, UsageError, first_line
 from steelyard.observe.meter import Meter
 from steelyard.planner import make_plan
+from steelyard.planner.rates import Rate, speeds_of
 from steelyard.planner.tables import build_tables
+from steelyard.runtime import greenlets
 from steelyard.runtime.arena import Arena
 from steelyard.runtime.dispatch import CoreAttention, Memory
 
+Result = TypeVar("Result")
+Shards: TypeAlias = Sequence[tuple[int, ...]]
+"""(doc, start, length) of this rank's rows, in order, or (doc, start, length, rank) of all ranks' rows."""
 
-@dataclass(frozen=True, eq=False)
-class NanoBatchPlan:
-    """The plan of one nano-batch and this rank's tables for it."""
-
-    plan: DispatchPlan
-    tables: DispatchTables
-    index: int
-    step: int = 0
-
-    @property
-    def work_by_server(self) -> np.ndarray:
-        """(query, key) pairs that each server computes, int64 (servers,)."""
-        tasks = self.plan.tasks
-        work = np.zeros(self.plan.topology.servers, dtype=np.int64)
-        np.add.at(work, tasks.server, pairs_array(tasks.start, tasks.end, self.plan.window))
-        return work
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """All nano-batches of a step, and the note that each rank sent along with its lengths."""
-
-    nano_batches: tuple[NanoBatchPlan, ...]
-    notes: tuple[Any, ...]
-    step: int
+_DEFAULT_TOLERANCE = 0.05
 
 
 class Balancer:
     """Balanced core attention for any model whose ranks form `group`.
 
+    The shortest use is `attention(q, k, v, doc_lens=…)` in every layer of a step. What it does in turn, `plan` (or
+    `prefetch`, a step ahead) and `begin`, is there to be called on its own.
+
     Args:
         group: the ranks that share attention work; None with a single process.
-        shape: heads, key/value heads and head size of the model's attention.
+        shape: heads, key/value heads and head size of the model's attention; None: what the first q and k have.
         tolerance: no server's work exceeds (1 + tolerance) × its share.
         policy: planner to use: "balanced", or "packed" (every rank computes what it holds).
         backend: attention kernels: "auto", "cpu", "reference".
-        dtype, device: of q, k and v.
+        dtype, device: of q, k and v for `core_attention`; `attention` goes by its arguments.
         timeout_s: longest wait for a transfer.
-        planning_group: a CPU (gloo) group of the same ranks, used for lengths only. Needed when there is a group.
+        planning_group: a CPU (gloo) group of the same ranks, used for lengths only; None: one is made, and every rank
+            of `group` must come to that.
         store: any store that the ranks share; with it a time-out names who is missing.
         speeds: relative speed of each rank; () means equal.
         window: keys that a query sees at most, its own included; None: all earlier ones of its document.
+        row_keys: what a query costs the kernels besides the keys that it sees, in keys; 0 balances pairs.
         memory: "keep" holds received rows on the server until backward, "resend" sends them again then.
         meter: where times go; a new one by default.
 
@@ -84,8 +73,8 @@ class Balancer:
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        shape: AttentionShape,
-        tolerance: float = 0.05,
+        shape: AttentionShape | None = None,
+        tolerance: float = _DEFAULT_TOLERANCE,
         policy: str = "balanced",
         backend: str = "auto",
         dtype: torch.dtype = torch.float32,
@@ -95,38 +84,34 @@ class Balancer:
         store: dist.Store | None = None,
         speeds: Sequence[float] = (),
         window: int | None = None,
+        row_keys: int = 0,
         memory: Memory = "keep",
         meter: Meter | None = None,
         progress_period_s: float = 1.0,
     ) -> None:
-        self.group, self.planning_group = group, planning_group
+        self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
-        if self.ranks > 1 and planning_group is None:
-            raise UsageError(
-                "Balancer: planning_group=None with more than one rank; pass a gloo group of the same ranks "
-                '(torch.distributed.new_group(backend="gloo")): planning messages need a group of their own'
-            )
+        if group is not None and self.rank < 0:
+            raise UsageError("Balancer: this process is not in the group that was given; make it on its ranks only")
         if not 0 <= tolerance < float("inf"):
             raise UsageError(f"Balancer: tolerance={tolerance}, expected a number >= 0 such as 0.05")
         if memory not in get_args(Memory):
             raise UsageError(f"Balancer: memory={memory!r}, expected one of {', '.join(get_args(Memory))}")
         self.shape, self.tolerance, self.policy = shape, tolerance, policy
-        self.window, self.memory = window, memory
+        self.window, self.memory, self.row_keys = window, memory, row_keys
         self.topology = Topology(self.ranks, speeds=tuple(speeds))
         self.meter = meter if meter is not None else Meter()
         self.device = device if device is not None else torch.device("cpu")
-        self.backend: Backend = build_backend(
-            backend,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            device=self.device,
-            dtype=dtype,
-            window=window,
-        )
-        self.arena = Arena(self.device)
         self.timeout_s = timeout_s
+        self._backend_name, self._dtype = backend, dtype
+        self._backends: dict[Any, Backend] = {}
+        self._arenas: dict[torch.device, Arena] = {}
+        if shape is not None:
+            self.check(Kernel(window=window), shape)
+        self.planning_group = planning_group
+        if self.ranks > 1 and planning_group is None:
+            self.planning_group = twin_group(group, "gloo", timeout_s)
         self.progress: Progress | None = None
         if store is not None and self.ranks > 1:
             self.progress = Progress(store, self.rank, self.ranks, period_s=progress_period_s)
@@ -134,65 +119,363 @@ class Balancer:
         self.exchange = Exchange(group, progress=self.progress, timeout_s=timeout_s, meter=self.meter)
         self._planned_steps = 0
         self._planning = threading.Lock()
+        self._planner: ThreadPoolExecutor | None = None
+        self._current: NanoBatchAttention | None = None
+        self._given: tuple[Any, tuple[Any, ...]] | None = None
+        self._halves: dict[int, NanoBatchAttention] = {}
 
-    def plan(self, doc_lengths_by_nano_batch: Sequence[Sequence[int]], note: Any = None) -> StepPlan:
+    @property
+    def arena(self) -> Arena:
+        """The exchange buffers on this balancer's device."""
+        return self._arena_of(self.device)
+
+    @property
+    def backend(self) -> Backend:
+        """The kernels of `core_attention`."""
+        if self.shape is None:
+            raise UsageError("Balancer: the back end is chosen at the first attention; give shape=… to have it before")
+        return self._backend_of(Kernel(window=self.window), self.shape, self._dtype, self.device)
+
+    def check(self, kernel: Kernel, shape: AttentionShape) -> str:
+        """The name of the back end that computes `kernel` on this balancer's device.
+
+        Raises:
+            UsageError: none can; names the argument.
+        """
+        return self._backend_of(kernel, shape, self._dtype, self.device).name
+
+    # Planning: collective, over the planning group.
+
+    def plan(
+        self,
+        doc_lengths_by_nano_batch: Sequence[Sequence[int]],
+        note: Any = None,
+        *,
+        rate: Rate | None = None,
+        reorder: bool = False,
+    ) -> StepPlan:
         """Plan one step. Every rank calls it, in the same order; it may run on a background thread.
 
         Args:
             doc_lengths_by_nano_batch: lengths of this rank's documents in packing order, per nano-batch. Ranks may
                 give different numbers of nano-batches: all get plans for the largest number, joined with no documents.
             note: any small picklable value; every rank receives every rank's note with the plan.
+            rate: how fast this rank was lately; if every rank says so, each gets the share of attention with which all
+                end together, instead of one by the balancer's `speeds`.
+            reorder: let two nano-batches that follow each other change places on some ranks, where that leaves less to
+                move (`planner.pairing`); all ranks must say the same. `StepPlan.order` says what became of this rank's.
 
         Raises:
             PeerError: a rank did not come to plan within the time-out.
+            UsageError: the ranks do not do the same thing, or no shape is known yet.
+        """
+        if self._planner is not None:
+            return self._planner.submit(self._plan_now, doc_lengths_by_nano_batch, note, rate, reorder).result()
+        return self._plan_now(doc_lengths_by_nano_batch, note, rate, reorder)
+
+    def prefetch(self, doc_lengths_by_nano_batch: Sequence[Sequence[int]], note: Any = None) -> Future[StepPlan]:
+        """As `plan`, on a background thread; calls are worked off in order. Hand lengths over a step early, on every
+        rank, and planning costs the step nothing."""
+        if self._planner is None:
+            self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steelyard-plan")
+        lengths = [[int(n) for n in nano_batch] for nano_batch in doc_lengths_by_nano_batch]
+        return self._planner.submit(self._plan_now, lengths, note)
+
+    def _plan_now(
+        self,
+        doc_lengths_by_nano_batch: Sequence[Sequence[int]],
+        note: Any,
+        rate: Rate | None = None,
+        reorder: bool = False,
+    ) -> StepPlan:
+        with self._planning:
+            step = self._planned_steps
+            self._planned_steps += 1
+            own = ([[int(n) for n in lengths] for lengths in doc_lengths_by_nano_batch], (note, rate))
+            messages = self._gather("documents", own, step)
+            rounds = max(len(lengths) for lengths, _ in messages)
+            by_rank = [[*lengths, *[[]] * (rounds - len(lengths))] for lengths, _ in messages]
+            speeds = self.topology.speeds
+            notes, rates = zip(*(said for _, said in messages), strict=True)
+            orders = orders_of(by_rank, self.window) if reorder else [list(range(rounds))] * self.ranks
+            nano_batches = []
+            for index in range(rounds):
+                own_index = [order[index] for order in orders]
+                layout = Layout.from_doc_lengths([lengths[i] for lengths, i in zip(by_rank, own_index, strict=True)])
+                if None not in rates:
+                    pairs = pairs_before_array(layout.doc_lengths, self.window)
+                    speeds = speeds_of(int((pairs + self.row_keys * layout.doc_lengths).sum()), rates)
+                nano_batches.append(self.plan_layout(layout, index, step=step, speeds=speeds))
+            return StepPlan(tuple(nano_batches), notes, step, tuple(orders[self.rank]))
+
+    def plan_shards(self, shards: Shards, note: Any = None) -> StepPlan:
+        """Plan one nano-batch whose documents span ranks. Collective, as `plan`.
+
+        Args:
+            shards: (doc, start, length) of this rank's rows, in order; document numbers mean the same on all ranks.
+
+        Raises:
+            PeerError, UsageError: as `plan`; or the shards do not cover every document once.
         """
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            own = ([[int(n) for n in lengths] for lengths in doc_lengths_by_nano_batch], note)
-            messages = self._gather(own, step)
-            rounds = max(len(lengths) for lengths, _ in messages)
-            nano_batches = []
-            for index in range(rounds):
-                lengths_by_rank = [lengths[index] if index < len(lengths) else [] for lengths, _ in messages]
-                nano_batches.append(self.plan_layout(Layout.from_doc_lengths(lengths_by_rank), index, step=step))
-            return StepPlan(tuple(nano_batches), tuple(note for _, note in messages), step)
+            own = ([tuple(int(n) for n in shard) for shard in shards], note)
+            messages = self._gather("shards", own, step)
+            table = [(*shard, rank) for rank, (given, _) in enumerate(messages) for shard in given]
+            nano_batch = self.plan_layout(_layout_of(table, self.ranks), step=step)
+            return StepPlan((nano_batch,), tuple(note for _, note in messages), step)
 
-    def plan_layout(self, layout: Layout, index: int = 0, *, policy: str | None = None, step: int = 0) -> NanoBatchPlan:
-        """Plan a layout that all ranks know already; no message. `policy` overrides the balancer's."""
+    def plan_layout(
+        self,
+        layout: Layout,
+        index: int = 0,
+        *,
+        policy: str | None = None,
+        step: int = 0,
+        window: int | None = None,
+        speeds: Sequence[float] | None = None,
+    ) -> NanoBatchPlan:
+        """Plan a layout that all ranks know already; no message. `policy`, `window` and `speeds` override the
+        balancer's."""
+        if self.shape is None:
+            raise UsageError(
+                "Balancer: heads and head size are not known before the first attention; give shape=AttentionShape(…) "
+                "to plan ahead of it"
+            )
+        policy = policy if policy is not None else self.policy
+        by_time = self.row_keys > 0 and policy == "balanced"
         plan = make_plan(
             layout,
-            policy=policy if policy is not None else self.policy,
-            topology=self.topology,
+            policy=policy,
+            topology=self.topology if speeds is None else replace(self.topology, speeds=tuple(speeds)),
             shape=self.shape,
             tolerance=self.tolerance,
-            window=self.window,
+            window=window if window is not None else self.window,
+            memory=self.memory,
+            objective="time" if by_time else "pairs",
+            row_keys=self.row_keys if by_time else None,
         )
+        plan = replace(plan, row_keys=self.row_keys)  # the unit of work is one, whatever a policy balances
+        if plan.layout is not layout:
+            raise UsageError(
+                f"policy={plan.policy!r} places the tokens of documents elsewhere than they are, so it can be planned "
+                'and compared (`steelyard plan`) but not carried out here; use "balanced" or "packed"'
+            )
         return NanoBatchPlan(plan, build_tables(plan, self.rank), index, step)
+
+    # Attention.
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        doc_lens: Sequence[int] | None = None,
+        shards: Shards | None = None,
+        layer: int | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Core attention of this rank's packed tokens, causal within each document.
+
+        A step is planned once: give *the same object* as `doc_lens` (or `shards`) in every layer of a step and a new
+        one in the next, on every rank alike; or call `begin` yourself and give neither.
+
+        Args:
+            q: (tokens, heads, head size). k, v: (tokens, key/value heads, head size). Rotary embeddings are applied.
+            doc_lens: lengths of this rank's documents, in the order of the rows; no document spans ranks.
+            shards: (doc, start, length) of this rank's rows, where documents span ranks; or (doc, start, length, rank)
+                of all ranks' rows, known to all of them: then no message is needed.
+            layer: number of the layer; with it, after `begin`, a layer that activation checkpointing enters again is
+                answered from what was kept instead of being computed and sent anew.
+            scale: factor on q·k; None: 1/√(head size).
+            window: keys that a query sees at most, its own included; None: the balancer's.
+            softcap: c in c·tanh(score / c).
+
+        Returns:
+            (tokens, heads, head size), in the dtype of q.
+
+        Raises:
+            UsageError: what does not fit, or what the back end cannot compute.
+            PeerError: a rank did not take part within the time-out.
+        """
+        self._learn_shape(q, k)
+        if doc_lens is not None or shards is not None:
+            self._begin_if_new(doc_lens, shards)
+        current = self._halves.get(greenlets.current_id(), self._current) if self._halves else self._current
+        if current is None:
+            raise UsageError("attention: no documents yet; give doc_lens=… or shards=…, or call begin first")
+        return current(q, k, v, layer=layer, kernel=Kernel(scale, window or self.window, softcap))
+
+    def begin(
+        self,
+        *,
+        doc_lens: Sequence[int] | None = None,
+        shards: Shards | None = None,
+        plan: NanoBatchPlan | None = None,
+        turn: Callable[[], None] | None = None,
+    ) -> NanoBatchAttention:
+        """Begin a forward pass of a nano-batch; `attention` without documents belongs to it from now on.
+
+        Give exactly one of `doc_lens` and `shards` (planned here: every rank must call it) and `plan`, made earlier.
+        """
+        if sum(given is not None for given in (doc_lens, shards, plan)) != 1:
+            raise UsageError("begin: give exactly one of doc_lens=…, shards=… and plan=…")
+        if doc_lens is not None:
+            plan = self.plan([doc_lens]).nano_batches[0]
+        elif shards is not None:
+            whole = bool(shards) and all(len(shard) == 4 for shard in shards)
+            plan = (
+                self.plan_layout(_layout_of(shards, self.ranks)) if whole else self.plan_shards(shards).nano_batches[0]
+            )
+        assert plan is not None
+        self._current = NanoBatchAttention(self, plan, turn)
+        return self._current
+
+    def alternate(
+        self, forwards: Sequence[Callable[[NanoBatchAttention], Result]], plans: Sequence[NanoBatchPlan]
+    ) -> list[Result]:
+        """Run the forward passes of one or two nano-batches in turn, so that transfers of one lie under work of the
+        other (ping-pong); see `runtime.greenlets`.
+
+        Args:
+            forwards: called with the attention of its nano-batch; `attention` called inside belongs to it as well.
+            plans: of each, as `plan` made them. Every rank gives the same number.
+
+        Returns:
+            What each returned.
+        """
+        if len(forwards) != len(plans):
+            raise UsageError(f"alternate: {len(forwards)} forward passes and {len(plans)} plans")
+
+        def half(forward: Callable[[NanoBatchAttention], Result], plan: NanoBatchPlan) -> Any:
+            def run(turn: Callable[[], None]) -> Result:
+                mine = greenlets.current_id()
+                self._halves[mine] = NanoBatchAttention(self, plan, turn)
+                try:
+                    return forward(self._halves[mine])
+                finally:
+                    del self._halves[mine]
+
+            return run
+
+        return greenlets.alternate([half(f, p) for f, p in zip(forwards, plans, strict=True)])
 
     def core_attention(self, nano_batch: NanoBatchPlan, step: int | None = None) -> CoreAttention:
         """Core attention that carries out `nano_batch` on this rank: `attention(q, k, v, layer)`. `step` is what errors
         and traces call this step; None: the number of the plan."""
-        return CoreAttention(
-            nano_batch.tables, self.backend, self.exchange, self.arena,
-            memory=self.memory, nano_batch=nano_batch.index, step=nano_batch.step if step is None else step,
-        )  # fmt: skip
+        step = nano_batch.step if step is None else step
+        return self._core_attention(nano_batch, self.backend, self.device, step)
+
+    def core_attention_of(
+        self, nano_batch: NanoBatchPlan, kernel: Kernel, q_TNH: Tensor, k_TKH: Tensor
+    ) -> CoreAttention:
+        """Core attention of a layer that computes `kernel` on tensors like these.
+
+        A window that no document outgrows is no window; which documents there are is known alike on all ranks.
+        """
+        plan = nano_batch.plan
+        longest = int(plan.layout.doc_lengths.max(initial=1))
+        window, planned = (
+            None if w is None or w >= longest else w
+            for w in (kernel.window if kernel.window is not None else self.window, plan.window)
+        )
+        if window != planned:
+            nano_batch = self.plan_layout(
+                plan.layout, nano_batch.index, policy=plan.policy, step=nano_batch.step, window=window or longest,
+                speeds=plan.topology.speeds,
+            )  # fmt: skip
+        shape = AttentionShape(q_TNH.shape[1], k_TKH.shape[1], q_TNH.shape[2], element_bytes=q_TNH.element_size())
+        kernel = Kernel(kernel.scale, window, kernel.softcap)
+        backend = self._backend_of(kernel, shape, q_TNH.dtype, q_TNH.device)
+        return self._core_attention(nano_batch, backend, q_TNH.device, nano_batch.step)
 
     def close(self) -> None:
-        """Stop publishing progress."""
+        """Stop publishing progress, and planning ahead."""
+        if self._planner is not None:
+            self._planner.shutdown(wait=True)
         if self.progress is not None:
             self.progress.close()
 
-    def _gather(self, message: tuple[list[list[int]], Any], step: int) -> list[tuple[list[list[int]], Any]]:
+    def _begin_if_new(self, doc_lens: Sequence[int] | None, shards: Shards | None) -> None:
+        given = doc_lens if doc_lens is not None else shards
+        assert given is not None
+        content = tuple(given)
+        if self._given is not None and self._given[0] is given and self._given[1] == content:
+            return
+        self.begin(doc_lens=doc_lens, shards=shards)
+        self._given = (given, content)
+
+    def _learn_shape(self, q: Tensor, k: Tensor) -> None:
+        if self.shape is None and q.dim() == 3 and k.dim() == 3 and q.shape[1] and k.shape[1]:
+            self.shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], element_bytes=q.element_size())
+            self.device = q.device
+
+    def _core_attention(
+        self, nano_batch: NanoBatchPlan, backend: Backend, device: torch.device, step: int
+    ) -> CoreAttention:
+        return CoreAttention(
+            nano_batch.tables, backend, self.exchange, self._arena_of(device),
+            memory=self.memory, nano_batch=nano_batch.index, step=step,
+        )  # fmt: skip
+
+    def _arena_of(self, device: torch.device) -> Arena:
+        if device not in self._arenas:
+            self._arenas[device] = Arena(device)
+        return self._arenas[device]
+
+    def _backend_of(self, kernel: Kernel, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Backend:
+        key = (kernel, shape.heads, shape.kv_heads, shape.head_dim, dtype, device)
+        if key not in self._backends:
+            self._backends[key] = build_backend(
+                self._backend_name,
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                device=device,
+                dtype=dtype,
+                window=kernel.window,
+                softcap=kernel.softcap,
+                scale=kernel.scale,
+            )
+        return self._backends[key]
+
+    def _gather(self, kind: str, message: tuple[Any, Any], step: int) -> list[tuple[Any, Any]]:
+        """Every rank's message, in rank order.
+
+        Raises:
+            PeerError: a rank did not come.
+            UsageError: the ranks came for different things; all of them raise it.
+        """
         if self.ranks == 1:
             return [message]
         gathered: list[Any] = [None] * self.ranks
         try:
-            dist.all_gather_object(gathered, message, group=self.planning_group)
+            dist.all_gather_object(gathered, (kind, *message), group=self.planning_group)
         except RuntimeError as error:
             who = self.progress.explain(None) if self.progress is not None else "no progress is published"
             raise PeerError(
                 f"planning of step {step}: the lengths of all ranks did not arrive: {who}. Look at the log of the rank "
                 f"that is missing. [{first_line(error)}]"
             ) from error
-        return gathered
+        kinds = [kind for kind, _, _ in gathered]
+        if len(set(kinds)) > 1:
+            raise UsageError(
+                f"planning of step {step}: ranks came with {', '.join(f'{k} ({r})' for r, k in enumerate(kinds))}; "
+                "every rank must take the same step at the same time"
+            )
+        return [(content, note) for _, content, note in gathered]
+
+
+def _layout_of(table: Sequence[tuple[int, ...]], ranks: int) -> Layout:
+    """The layout of (doc, start, length, rank), whatever numbers the documents have."""
+    wrong = next((shard for shard in table if len(shard) != 4), None)
+    if wrong is not None:
+        raise UsageError(
+            f"shards: {wrong}, expected (doc, start, length), or (doc, start, length, rank) in all of them"
+        )
+    number = {doc: i for i, doc in enumerate(sorted({shard[0] for shard in table if shard[2]}))}
+    return Layout.from_shards([(number[d], s, n, r) for d, s, n, r in table if n], ranks)

@@ -47,12 +47,12 @@ def _draw(record: dict[str, Any], folder: Path) -> list[tuple[str, Path]]:
 
     files = demo_files(folder)
     panels = {way: read_perfetto(path) for way, path in files.traces.items()}
-    typical = {way: steps[record["typical_step"]] for way, steps in record["steps"].items()}
+    packed, balanced = (record["runs"][way][record["typical_run"]] for way in ("packed", "balanced"))
     note = (
-        f"Step {record['typical_step'] + 1} of {record['figures']['steps']}, the one whose imbalance is nearest to the "
-        f"mean. {record['figures']['ranks']} processes on one machine, measured."
+        f"Batch {packed['batch']} of {record['figures']['steps']}, the one whose imbalance is nearest to the mean. "
+        f"{record['figures']['ranks']} processes on one machine, measured."
     )
-    work_per_rank(files.work, typical["packed"]["pairs"], typical["balanced"]["pairs"], note=note)
+    work_per_rank(files.work, packed["work"], balanced["work"], share=balanced["share"], note=note)
     step_timeline(files.timeline, panels, note=note)
     return [
         ("attention work of every process, before and after", files.work),

@@ -18,6 +18,7 @@ from steelyard.domain.shapes import AttentionShape
 
 MAX_DOCUMENT_TOKENS = 1 << 30
 FORWARD_FLOPS_PER_PAIR_AND_CHANNEL = 4  # two matrix products, a multiplication and an addition each
+QUERY_PAIRS = 400  # what a query costs besides its pairs, in pairs: CPU kernels, both passes (docs/results/demo.md)
 BACKWARD_OVER_FORWARD = 2.5  # five matrix products instead of two, since the scores are computed anew
 
 

@@ -47,6 +47,7 @@ def make_plan(
     memory: Memory = "keep",
     objective: Literal["pairs", "time"] = "pairs",
     kernel: AttentionKernel | None = None,
+    row_keys: int | None = None,
 ) -> DispatchPlan:
     """Decide on which attention server each query range of `layout` is computed.
 
@@ -62,6 +63,7 @@ def make_plan(
         objective: the work that `balanced` balances: `pairs`, or the `time` of `kernel`, in which a query row costs
             more than the keys that it sees (`planner.objective`).
         kernel: for `time`; such as one of `load_profile("h200").kernels`.
+        row_keys: for `time` instead of a kernel: what a query row costs besides its keys, in keys.
 
     Raises:
         UsageError: an unknown policy, a window below 1, a negative tolerance, another number of servers than ranks, or
@@ -82,15 +84,16 @@ def make_plan(
     if window is not None and window < 1:
         raise UsageError(f"window={window}, expected at least 1 key per query (None for no window)")
     exact_tolerance(tolerance)
-    row_keys = 0
-    if objective != "pairs":
-        if objective != "time" or policy != "balanced" or kernel is None:
-            raise UsageError(
-                f"objective={objective!r} with policy={policy!r} and kernel={kernel!r}; expected 'pairs', or 'time' "
-                "with policy 'balanced' and a kernel"
-            )
+    if objective == "pairs":
+        row_keys = 0
+    elif objective != "time" or policy != "balanced" or (kernel is None) == (row_keys is None):
+        raise UsageError(
+            f"objective={objective!r} with policy={policy!r}, kernel={kernel!r} and row_keys={row_keys}; expected "
+            "'pairs', or 'time' with policy 'balanced' and either a kernel or row_keys"
+        )
+    elif kernel is not None:
         row_keys = row_keys_of(kernel, shape.head_dim)
-    goal = Objective(passes, memory, row_keys)
+    goal = Objective(passes, memory, row_keys or 0)
     if policy == "balanced":
         return plan_balanced(layout, topology, shape, tolerance, window, goal)
     return POLICIES[policy](layout, topology, shape, tolerance, window)

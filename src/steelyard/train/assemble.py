@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from steelyard.attention.interface import FAST_DEVICES
 from steelyard.balance import Balancer, NanoBatchPlan
+from steelyard.cost.attention import QUERY_PAIRS
 from steelyard.data.packing import Chunk
 from steelyard.data.stream import ChunkStream
 from steelyard.domain.arrays import IntArray
@@ -208,6 +209,7 @@ def assemble(config: TrainConfig, groups: Groups, device: torch.device) -> Assem
         DataError: the data cannot be read.
     """
     rank, ranks = groups.rank, groups.ranks
+    _refuse_on_gpu(config, device)
     stream = _open_stream(config, rank, ranks, evaluation=False)
     eval_stream = _open_stream(config, rank, ranks, evaluation=True) if config.eval.every_steps else None
     model_config, decoder = _build_decoder(config)
@@ -227,6 +229,7 @@ def assemble(config: TrainConfig, groups: Groups, device: torch.device) -> Assem
         shape=model_config.attention_shape(element_bytes=2 if half_precision else 4),
         tolerance=config.attention.tolerance,
         policy=config.attention.policy,
+        row_keys=QUERY_PAIRS if config.attention.objective == "time" else 0,
         backend=config.attention.backend,
         dtype=torch.bfloat16 if half_precision else torch.float32,
         device=device,
@@ -252,6 +255,23 @@ def assemble(config: TrainConfig, groups: Groups, device: torch.device) -> Assem
             config.checkpoint_dir, keep_last=config.checkpoint.keep_last, group=groups.checkpoint
         ),
     )
+
+
+def _refuse_on_gpu(config: TrainConfig, device: torch.device) -> None:
+    """What is known of CPU kernels only.
+
+    Raises:
+        UsageError: it is asked for on another device.
+    """
+    if device.type == "cpu":
+        return
+    if config.attention.speeds == "measured":
+        raise UsageError(
+            'attention.speeds="measured" on a GPU, whose kernels run behind the clock that measures them; set it to '
+            '"equal"'
+        )
+    if config.attention.objective == "time":
+        raise UsageError('attention.objective="time" on a GPU, whose cost per query is not known; set it to "pairs"')
 
 
 def _to_device(column: IntArray, device: torch.device) -> Tensor:

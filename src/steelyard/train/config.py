@@ -68,7 +68,13 @@ class AttentionConfig:
     policy: Literal["balanced", "packed"] = "balanced"
     """balanced: attention work is spread evenly over the ranks; packed: every rank computes its own documents."""
     tolerance: float = 0.05
-    """No rank's attention work exceeds (1 + tolerance) times the mean."""
+    """No rank's attention work exceeds (1 + tolerance) times its share."""
+    objective: Literal["pairs", "time"] = "pairs"
+    """What is balanced. pairs: of queries and keys; time: a query also counts what it costs the kernels besides its
+    keys, which weighs with short documents. CPU only."""
+    speeds: Literal["equal", "measured"] = "equal"
+    """equal: the same share of attention for every rank; measured: the shares with which all ranks end together, from
+    each rank's own last steps. Measured runs do not repeat bit for bit. CPU only."""
     backend: str = "auto"
     """Attention kernels: auto, cpu, or reference (slow, for checks)."""
     timeout_s: float = 300.0

@@ -17,7 +17,7 @@ from steelyard.domain.units import format_time
 from steelyard.observe.trace import write_perfetto
 from steelyard.settings import ProcessSettings, load_toml
 from steelyard.train.assemble import assemble, choose_device, process_groups
-from steelyard.train.demo import Demo, DemoStep, train_config
+from steelyard.train.demo import Demo, DemoRun, batch_time_s, train_config
 from steelyard.train.demo_config import WAYS, DemoConfig, demo_files
 from steelyard.train.launch import launch
 from steelyard.train.worker import CONFIG_FILE, leave, serve
@@ -46,7 +46,7 @@ class DemoProgress:
         console.print(
             f"{config.nproc} processes, two chunks of {config.chunk_tokens} tokens each: Python's own source files, "
             "mixed so that about a third of the chunks is one long file. Each batch runs packed and balanced in turn, "
-            f"{config.repeats}× each; the fastest run counts.",
+            f"up to {config.repeats}× each; the fastest counts.",
         )
         if console.is_terminal:
             self._progress = Progress(
@@ -66,15 +66,16 @@ class DemoProgress:
         if self._progress is not None:
             self._progress.stop()
 
-    def report(self, steps: Mapping[str, list[DemoStep]]) -> None:
+    def report(self, runs: Mapping[str, list[DemoRun]]) -> None:
         """Show the newest batch."""
-        times_s = {way: sum(s.time_s for s in steps[way]) for way in WAYS}
-        packed, balanced = (steps[way][-1] for way in WAYS)
+        times_s = {way: batch_time_s(runs[way], [run.time_s for run in runs[way]]) for way in WAYS}
+        batch = runs["packed"][-1].batch
+        packed, balanced = ([run for run in runs[way] if run.batch == batch] for way in WAYS)
+        both_s = [batch_time_s(newest, [run.time_s for run in newest]) for newest in (packed, balanced)]
         line = (
-            f"batch {len(steps['packed']):>2}: packed {format_time(packed.time_s)} "
-            f"(work {packed.work_max_over_mean:.2f}× mean), balanced {format_time(balanced.time_s)} "
-            f"({balanced.work_max_over_mean:.2f}×), loss {balanced.loss:.3f}; "
-            f"speed-up so far {times_s['packed'] / times_s['balanced']:.2f}×"
+            f"batch {batch:>2}: packed {format_time(both_s[0])} (work {packed[-1].work_max_over_mean:.2f}× mean), "
+            f"balanced {format_time(both_s[1])} ({balanced[-1].work_max_over_mean:.2f}×), "
+            f"loss {balanced[-1].loss:.3f}; speed-up so far {times_s['packed'] / times_s['balanced']:.2f}×"
         )
         if self._progress is None:
             self._console.print(line, soft_wrap=True)
@@ -83,7 +84,7 @@ class DemoProgress:
             self._progress.update(
                 self._task,
                 advance=1,
-                description=f"{2 * balanced.tokens / (packed.time_s + balanced.time_s):.0f} tokens/s",
+                description=f"{2 * balanced[-1].tokens / sum(both_s):.0f} tokens/s",
             )
 
 
@@ -101,9 +102,9 @@ def main(run_folder: Path) -> int:
             parts = assemble(training, groups, device)
             if settings.rank == 0:
                 with DemoProgress(config) as progress:
-                    result = Demo(parts, config.repeats, progress.report).run()
+                    result = Demo(parts, config.repeats, config.seconds, progress.report).run()
             else:
-                result = Demo(parts, config.repeats, lambda steps: None).run()
+                result = Demo(parts, config.repeats, config.seconds, lambda runs: None).run()
             parts.balancer.close()
         if result is None:
             return ""

@@ -43,6 +43,7 @@ from steelyard.train.metrics import (
 )
 from steelyard.train.optimizer import clip_global_norm, learning_rate, set_learning_rate
 from steelyard.train.prefetch import PlannedStep, Prefetcher, plan_next
+from steelyard.train.rates import RateMeter
 from steelyard.train.resume import checkpoint_to_resume, config_json
 
 # How gloo, NCCL and the store report that a peer is gone or late: plain RuntimeErrors, told apart by their text.
@@ -89,6 +90,7 @@ class Trainer:
         self._reporter: Reporter | None = None
         self._step = 0
         self._tokens = 0
+        self._rates = RateMeter()
         self._loader: dict[str, Any] | None = None
         self._pending: list[_Measured] = []
         self._records: list[StepRecord] = []
@@ -233,7 +235,8 @@ class Trainer:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def _make_step(self) -> list[PlannedStep]:
-        return [plan_next(self.parts.stream, self.parts.balancer)]
+        measured = self.config.attention.speeds == "measured"
+        return [plan_next(self.parts.stream, self.parts.balancer, self._rates.rate if measured else None)]
 
     def _make_evaluation(self) -> list[PlannedStep]:
         """The rounds of an evaluation; they are the same every time, so they are read and planned once."""
@@ -321,9 +324,15 @@ class Trainer:
         totals = self.parts.meter.take()
         exposed_s = totals.get("wait", 0.0)
         waited_s = exposed_s + totals.get("data", 0.0) + totals.get("agree", 0.0)
-        self._pending.append(
-            _Measured(planned, self._step, lr, loss_sum, grad_norm, self._clock() - start_s, waited_s, exposed_s)
+        step_time_s = self._clock() - start_s
+        nano_batches = planned.plan.nano_batches
+        self._rates.add(
+            step_time_s - waited_s,
+            totals.get("attention", 0.0),
+            sum(int(nano.work_by_server[self.parts.rank]) for nano in nano_batches),
+            len(nano_batches),
         )
+        self._pending.append(_Measured(planned, self._step, lr, loss_sum, grad_norm, step_time_s, waited_s, exposed_s))
         if self._step % self.config.log.every == 0:
             self._flush()
 

@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from steelyard.balance import Balancer, StepPlan
 from steelyard.data.packing import Chunk
 from steelyard.errors import PeerError
+from steelyard.planner.rates import Rate
 
 Batch = TypeVar("Batch")
 
@@ -37,7 +38,7 @@ class PlannedStep:
     """One global step, read and planned.
 
     Attributes:
-        chunks: this rank's, one per nano-batch.
+        chunks: this rank's, one per nano-batch, in the plan's order.
         plan: of all nano-batches.
         tokens, loss_tokens: over all ranks: all of them, and those that have a label.
         loader: this rank's position in the data *after* this step: what a checkpoint of it must hold, however far the
@@ -60,8 +61,11 @@ class _Note:
     failure: str | None
 
 
-def plan_next(source: ChunkSource, balancer: Balancer) -> PlannedStep:
+def plan_next(source: ChunkSource, balancer: Balancer, rate: Rate | None = None) -> PlannedStep:
     """Read this rank's chunks of the next step and plan it with the other ranks. Collective.
+
+    Which of a rank's chunks goes first is free, so the plan chooses what leaves least to move. `rate`: how fast this
+    rank is; None: as fast as the others.
 
     Every rank takes part as long as any has data: a rank whose lanes are dry joins with empty chunks. A step without a
     token on any rank is the end of the data.
@@ -79,14 +83,14 @@ def plan_next(source: ChunkSource, balancer: Balancer) -> PlannedStep:
     tokens = sum(len(chunk.tokens) for chunk in chunks)
     loss_tokens = sum(int((chunk.labels >= 0).sum()) for chunk in chunks)
     note = _Note(tokens, loss_tokens, None if error is None else str(error))
-    plan = balancer.plan([chunk.doc_lengths.tolist() for chunk in chunks], note)
+    plan = balancer.plan([chunk.doc_lengths.tolist() for chunk in chunks], note, rate=rate, reorder=True)
     if error is not None:
         raise error
     failed = [(rank, other.failure) for rank, other in enumerate(plan.notes) if other.failure is not None]
     if failed:
         raise PeerError(f"rank {failed[0][0]} could not read its data: {failed[0][1]}")
     return PlannedStep(
-        chunks=tuple(chunks),
+        chunks=tuple(chunks[index] for index in plan.order),
         plan=plan,
         tokens=sum(other.tokens for other in plan.notes),
         loss_tokens=sum(other.loss_tokens for other in plan.notes),

@@ -1,0 +1,351 @@
+"""`attach`: a model's attention becomes balanced, by Transformers' public registers and a module hook.
+
+A forward pre-hook reads the documents of each call, plans them with the other ranks and adds the pass to the keywords
+of the model, which carry it to every layer: so checkpointing that runs a layer again finds the pass it belongs to,
+however many are in flight.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from steelyard.balance import Balancer
+from steelyard.collectives import twin_group
+from steelyard.errors import UsageError
+from steelyard.integrations.transformers.batch_plan import BatchPlan, ForwardPass, Note
+from steelyard.integrations.transformers.collate import collate, count_labels
+from steelyard.integrations.transformers.documents import Documents, read_documents
+from steelyard.integrations.transformers.features import attention_shape, check_features, check_kernels
+from steelyard.integrations.transformers.registered import NAME, attention_forward, check_mask
+from steelyard.integrations.transformers.report import BalanceReport
+from steelyard.observe.meter import Meter
+from steelyard.runtime.dispatch import Memory
+from steelyard.settings import ProcessSettings
+
+_ATTRIBUTE = "steelyard_attachment"
+_CACHES = ("cache", "past_key_values")
+
+
+def attach(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    tolerance: float = 0.05,
+    policy: str = "balanced",
+    backend: str = "auto",
+    memory: Memory = "keep",
+    speeds: Sequence[float] = (),
+    timeout_s: float = 300.0,
+    meter: Meter | None = None,
+    planning_group: dist.ProcessGroup | None = None,
+) -> Attachment:
+    """Balance the core attention of a Transformers model over the data-parallel ranks. Collective.
+
+    Args:
+        model: a causal language model or its decoder; before or after DDP, FSDP2, accelerate, PEFT or `torch.compile`.
+        group: the data-parallel ranks; None: all ranks of the default process group, or this process alone if none was
+            initialised. Transfers run on a group of their own with the same ranks, apart from gradients.
+        tolerance, policy, backend, memory, speeds, timeout_s, meter: as for `steelyard.Balancer`.
+        planning_group: a gloo group of the same ranks for lengths; with it no group is made, and transfers run on
+            `group`, which must then not be the one that sums gradients.
+
+    Raises:
+        UsageError: the model has a feature that is not computed exactly (named), or the ranks are not joined yet.
+    """
+    inner = _language_model(model)
+    check_features(inner)
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None and ProcessSettings.from_environment().world_size > 1:
+        raise UsageError(
+            "attach: this process is one of several, but torch.distributed is not initialised: attach after "
+            "torch.distributed.init_process_group(…), or after TrainingArguments(…), or pass group=…"
+        )
+    parameter = next(inner.parameters())
+    shape = attention_shape(inner.config, parameter.element_size())
+    alone = group is None or dist.get_world_size(group) == 1
+    balancer = Balancer(
+        _group_for_transfers(group, planning_group, parameter.device, timeout_s),
+        shape=shape,
+        tolerance=tolerance,
+        policy=policy,
+        backend=backend,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        timeout_s=timeout_s,
+        planning_group=planning_group,
+        store=None if alone else _shared_store(),
+        speeds=speeds,
+        memory=memory,
+        meter=meter,
+    )
+    check_kernels(inner.config, balancer, shape)
+    return Attachment(inner, balancer)
+
+
+class Attachment:
+    """A model whose attention is balanced; `attach` makes it.
+
+    Attributes:
+        model: the Transformers model.
+        balancer: plans and carries out.
+        report: how the steps were balanced, for logs.
+    """
+
+    def __init__(self, model: PreTrainedModel, balancer: Balancer) -> None:
+        self.model, self.balancer = model, balancer
+        self.report = BalanceReport(balancer.ranks)
+        self._alone: Balancer | None = None
+        self._local = False
+        self._last_plan_s = time.perf_counter()
+        AttentionInterface.register(NAME, attention_forward)
+        AttentionMaskInterface.register(NAME, check_mask)
+        if isinstance(getattr(model, _ATTRIBUTE, None), Attachment):
+            raise UsageError(f"attach: this {type(model).__name__} is attached already; call its `detach` first")
+        self._before = str(model.config._attn_implementation)
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:
+            raise UsageError(
+                f"attach: {type(model).__name__} does not take its attention from Transformers' AttentionInterface, so "
+                "it cannot be replaced without changing its code"
+            )
+        self._hooks = [
+            part.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            for part in model.modules()
+            if isinstance(part, PreTrainedModel)
+        ]
+        setattr(model, _ATTRIBUTE, self)
+        self._parameters = {type(part): _parameter_names(part) for part in model.modules() if _is_model(part)}
+
+    def plan(self, batch: Mapping[str, Any]) -> BatchPlan:
+        """Plan a batch with the other ranks. Collective: every rank calls it once per forward pass.
+
+        Without it the model plans when it is called. With it the global number of labels is known before:
+        `model(**batch, steelyard_plan=plan, num_items_in_batch=plan.label_count)`.
+        """
+        return self.plan_together([batch])[0]
+
+    def plan_together(self, batches: Sequence[Mapping[str, Any]], *, reorder: bool = False) -> list[BatchPlan]:
+        """Plan the nano-batches of one step: two that alternate, or several micro-batches ahead. Collective.
+
+        Returns:
+            The plan of each batch. With `reorder` (the same on all ranks) neighbours may change places where that
+            leaves less to move: run them in the order of `BatchPlan.index` then.
+        """
+        with self.telling_others():
+            documents = [read_documents(batch) for batch in batches]
+        balancer = self._balancer()
+        step = balancer.plan([d.lengths for d in documents], self._note(batches, documents), reorder=reorder)
+        place = {given: index for index, given in enumerate(step.order)} if reorder else range(len(documents))
+        plans = [BatchPlan(balancer, d, step, place[given]) for given, d in enumerate(documents)]
+        self.report.add(plans[0].step)
+        return plans
+
+    @contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """Around what a rank does before it plans: if it fails, the others are told instead of left waiting."""
+        try:
+            yield
+        except UsageError as error:
+            self._balancer().plan([], replace(self._note([], []), failure=str(error)))
+            raise
+
+    def prefetch(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Batches with their plans, each planned in the background while the one before is computed. Collective: every
+        rank iterates, over as many batches."""
+        ahead: dict[str, Any] | None = None
+        for batch in batches:
+            with self.telling_others():
+                documents = read_documents(batch)
+            step = self._balancer().prefetch([documents.lengths], self._note([batch], [documents]))
+            planned = {**batch, "steelyard_plan": BatchPlan(self._balancer(), documents, step)}
+            if ahead is not None:
+                yield ahead
+            ahead = planned
+        if ahead is not None:
+            yield ahead
+
+    def evaluate(self, batches: Iterable[Mapping[str, Any]]) -> float:
+        """Mean loss over the labelled tokens of all ranks' batches. Collective, and ranks may have different numbers of
+        batches: who has none left joins with empty work. (`Trainer.evaluate` takes a mean of the batches' means.)"""
+        was_training = self.model.training
+        self.model.train(False)
+        device = next(self.model.parameters()).device
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        with torch.no_grad():
+            for batch, plan in self._joined(iter(batches)):
+                batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                loss = self.model(**{**batch, "num_items_in_batch": 1, "steelyard_plan": plan}).loss
+                labels = count_labels(batch)
+                if labels:
+                    total[0] += loss
+                    total[1] += labels
+        self.model.train(was_training)
+        if self.balancer.ranks > 1 and not self._local:
+            dist.all_reduce(total, group=self.balancer.group)
+        return float(total[0] / total[1].clamp(min=1))
+
+    def _joined(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], BatchPlan]]:
+        """Batches with their plans until no rank has any left."""
+        while True:
+            given = next(batches, None)
+            batch = given if given is not None else collate([])
+            with self.telling_others():
+                documents = read_documents(batch)
+            note = replace(self._note([batch], [documents]), idle=given is None)
+            balancer = self._balancer()
+            plan = BatchPlan(balancer, documents, balancer.plan([documents.lengths], note))
+            if all(note.idle for note in plan.step.notes):
+                return
+            yield batch, plan
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, this rank computes its attention alone, with no word to the others: for evaluation or anything else
+        that only some ranks do. Documents are still kept apart."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Inside, the model has the attention it had before: for generation."""
+        self.model.set_attn_implementation(self._before)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(NAME)
+
+    def detach(self) -> None:
+        """Give the model its own attention back for good."""
+        self.model.set_attn_implementation(self._before)
+        for hook in self._hooks:
+            hook.remove()
+        delattr(self.model, _ATTRIBUTE)
+        self.balancer.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return self  # a copy of the model takes part in the same balancing; process groups cannot be copied
+
+    def _balancer(self) -> Balancer:
+        if not self._local:
+            return self.balancer
+        if self._alone is None:
+            own = self.balancer
+            self._alone = Balancer(shape=own.shape, device=own.device, meter=own.meter)
+        return self._alone
+
+    def _note(self, batches: Sequence[Mapping[str, Any]], documents: Sequence[Documents]) -> Note:
+        now_s = time.perf_counter()
+        wall_s, self._last_plan_s = now_s - self._last_plan_s, now_s
+        return Note(
+            records=torch.is_grad_enabled(),
+            labels=tuple(count_labels(batch) for batch in batches),
+            tokens=sum(sum(d.lengths) for d in documents),
+            wall_s=wall_s,
+            wait_s=self.balancer.meter.take().get("wait", 0.0),
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(
+        self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Add the pass to the keywords of a model that is called."""
+        given = kwargs.get("steelyard_plan")
+        if self.model.config._attn_implementation != NAME or isinstance(given, ForwardPass):
+            return None
+        batch = {**dict(zip(self._parameters[_model_type(part, self._parameters)], args, strict=False)), **kwargs}
+        if any(batch.get(name) is not None for name in _CACHES):
+            raise UsageError(
+                "the model is called with a cache of keys and values: generation is not balanced; put it into "
+                "`with attached.detached():`"
+            )
+        if given is not None and not isinstance(given, BatchPlan):
+            raise UsageError(
+                f"steelyard_plan of type {type(given).__name__}; expected what `attached.plan(batch)` returns"
+            )
+        if given is None:
+            return args, {**kwargs, "steelyard_plan": self.plan(batch).begin(_device_of(batch))}
+        documents, plan = read_documents(batch), given
+        if plan.documents.batch_shape != documents.batch_shape or plan.documents.lengths != documents.lengths:
+            raise UsageError("steelyard_plan was made for other documents than the model is called with")
+        return args, {**kwargs, "steelyard_plan": plan.begin(_device_of(batch))}
+
+
+def attachment_of(model: nn.Module) -> Attachment:
+    """The attachment of a model, wrapped or not.
+
+    Raises:
+        UsageError: it is not attached.
+    """
+    attachment = getattr(_language_model(model), _ATTRIBUTE, None)
+    if not isinstance(attachment, Attachment):
+        raise UsageError(
+            f"{type(model).__name__} is not attached: call steelyard.integrations.transformers.attach first"
+        )
+    return attachment
+
+
+def _language_model(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model inside what it is wrapped into."""
+    seen = model
+    while not isinstance(seen, PreTrainedModel):
+        get_base = getattr(seen, "get_base_model", None)
+        inner = get_base() if callable(get_base) else getattr(seen, "module", getattr(seen, "_orig_mod", None))
+        if not isinstance(inner, nn.Module) or inner is seen:
+            raise UsageError(
+                f"attach: {type(model).__name__} is no Transformers model (PreTrainedModel) and holds none"
+            )
+        seen = inner
+    return seen
+
+
+def _is_model(part: nn.Module) -> bool:
+    return isinstance(part, PreTrainedModel)
+
+
+def _parameter_names(part: nn.Module) -> list[str]:
+    """The positional parameters of a model's forward."""
+    return list(inspect.signature(type(part).forward).parameters)[1:]
+
+
+def _model_type(part: nn.Module, known: Mapping[type, list[str]]) -> type:
+    """The class that was there when the model was attached: FSDP2 puts a subclass in its place."""
+    return next(kind for kind in type(part).__mro__ if kind in known)
+
+
+def _device_of(batch: Mapping[str, Any]) -> torch.device:
+    tokens = batch.get("input_ids")
+    tokens = tokens if isinstance(tokens, Tensor) else batch["inputs_embeds"]
+    assert isinstance(tokens, Tensor)
+    return tokens.device
+
+
+def _group_for_transfers(
+    group: dist.ProcessGroup | None, planning: dist.ProcessGroup | None, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """None for one rank alone. Otherwise a group of the same ranks: on the one that sums gradients, the place of an
+    exchange among the sums would depend on when a bucket fills."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    if planning is not None:
+        return group
+    return twin_group(group, "gloo" if device.type == "cpu" else dist.get_backend(group), timeout_s)
+
+
+def _shared_store() -> dist.Store | None:
+    """The store of the default group, to name who is missing; None where this torch keeps it elsewhere."""
+    read = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return dist.PrefixStore("steelyard-transformers", read()) if read is not None else None

@@ -1,0 +1,102 @@
+"""Packing documents for a Transformers model, with labels shifted inside each document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.data.batches import IGNORED_LABEL, doc_positions, shift_labels
+from steelyard.domain.arrays import IntArray, int_column
+from steelyard.errors import UsageError
+
+
+def collate(docs: Sequence[Any]) -> dict[str, Any]:
+    """Pack documents into one row. Takes what a `Trainer` hands to its `data_collator`, too.
+
+    Args:
+        docs: a sequence of token ids for each document; or a mapping with `input_ids` and, if some of them are not to
+            be learned, `labels` of the same length with −100 there (not shifted). Empty documents are dropped.
+
+    Returns:
+        input_ids, position_ids (restart at 0 per document), labels and shift_labels: int64 (1, tokens);
+        cu_seq_lens_q, cu_seq_lens_k: int32 (documents + 1,); max_length_q, max_length_k: int.
+        `shift_labels` is what the loss takes: the next token of the same document, −100 after its last one. `labels`
+        are not shifted and −100 at the first token of each document, so that a loss that shifts them itself comes to
+        the same. Without any token: one token of id 0 that is not learned, so that a rank without data can take part.
+
+    Raises:
+        UsageError: labels that do not fit their tokens.
+    """
+    tokens, labels = [], []
+    for number, doc in enumerate(docs):
+        doc_tokens, doc_labels = _document(doc, number)
+        if len(doc_tokens):
+            tokens.append(doc_tokens)
+            labels.append(doc_labels)
+    if not tokens:
+        tokens, labels = [np.zeros(1, dtype=np.int64)], [np.full(1, IGNORED_LABEL, dtype=np.int64)]
+    lengths = int_column([len(t) for t in tokens])
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    all_labels = np.concatenate(labels)
+    shifted = shift_labels(all_labels, lengths)
+    all_labels[bounds[:-1]] = IGNORED_LABEL
+    cu_seq_lens = torch.tensor(bounds, dtype=torch.int32)
+    longest = int(lengths.max())
+    return {
+        "input_ids": _row(np.concatenate(tokens)),
+        "position_ids": _row(doc_positions(lengths)),
+        "labels": _row(all_labels),
+        "shift_labels": _row(shifted),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def label_count(batch: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> int:
+    """Tokens with a label in this batch; with a group, over all its ranks (collective): what the summed loss is
+    divided by. `Attachment.plan` counts them without another message."""
+    count = count_labels(batch)
+    if group is None:
+        return count
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    total = torch.tensor(count, dtype=torch.int64, device=device)
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def count_labels(batch: Mapping[str, Any]) -> int:
+    """Labels that count in the loss of this batch; 0 without labels."""
+    shifted, labels = batch.get("shift_labels"), batch.get("labels")
+    if isinstance(shifted, Tensor):
+        return int((shifted != IGNORED_LABEL).sum())
+    return int((labels[..., 1:] != IGNORED_LABEL).sum()) if isinstance(labels, Tensor) else 0
+
+
+def _document(doc: Any, number: int) -> tuple[IntArray, IntArray]:
+    """Tokens and labels (not shifted) of one document, int64 of one length."""
+    if not isinstance(doc, Mapping):
+        tokens = _column(doc)
+        return tokens, tokens.copy()
+    tokens = _column(doc["input_ids"])
+    labels = _column(doc["labels"]) if doc.get("labels") is not None else tokens.copy()
+    if len(labels) != len(tokens):
+        raise UsageError(f"collate: document {number} has {len(tokens)} tokens and {len(labels)} labels")
+    if doc.get("attention_mask") is not None:
+        real = _column(doc["attention_mask"]) != 0
+        tokens, labels = tokens[real], labels[real]
+    return tokens, labels
+
+
+def _column(values: Any) -> IntArray:
+    return np.array(values, dtype=np.int64).reshape(-1)
+
+
+def _row(column: IntArray) -> Tensor:
+    return torch.tensor(column, dtype=torch.int64)[None]

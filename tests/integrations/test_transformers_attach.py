@@ -1,0 +1,232 @@
+"""A model with our attention gives what its documents give one by one, or says why it cannot."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import transformers_ranks as tiny_models
+
+import steelyard.integrations.transformers as st
+from steelyard.errors import UsageError
+
+LENGTHS = (5, 3, 4)
+DOCS = [tiny_models.tokens_of(i, n) for i, n in enumerate(LENGTHS)]
+
+
+def logits_one_by_one(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(input_ids=torch.tensor([doc])).logits[0] for doc in DOCS])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "position ids alone": {"use_cache": False},
+    "with the default use_cache": {},
+    "with a mask of ones": {"attention_mask": torch.ones(1, 12, dtype=torch.int64)},
+    "with cu_seq_lens": {key: st.collate(DOCS)[key] for key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_documents_are_isolated(way: str) -> None:
+    model = tiny_models.tiny()
+    expected = logits_one_by_one(model)
+    batch = st.collate(DOCS)
+    packed = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], **WAYS[way]}
+    st.attach(model)
+    with torch.no_grad():
+        assert torch.allclose(model(**packed).logits[0], expected, atol=2e-6, rtol=0)
+        assert model.model(**packed).last_hidden_state.isfinite().all(), "and the decoder can be called alone"
+
+
+def test_stock_attention_leaks_in_two_of_those_ways() -> None:
+    """The control: what this is for."""
+    model = tiny_models.tiny()
+    expected = logits_one_by_one(model)
+    model.set_attn_implementation("sdpa")
+    batch = st.collate(DOCS)
+    differences = {}
+    for way, extra in WAYS.items():
+        packed = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], **extra}
+        with torch.no_grad():
+            differences[way] = float((model(**packed).logits[0] - expected).abs().max())
+    assert differences["position ids alone"] < 1e-5
+    assert differences["with the default use_cache"] > 0.1 and differences["with a mask of ones"] > 0.1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_honoured(side: str) -> None:
+    model = tiny_models.tiny()
+    expected = logits_one_by_one(model)
+    width = max(LENGTHS)
+    tokens, mask = torch.zeros(3, width, dtype=torch.int64), torch.zeros(3, width, dtype=torch.int64)
+    for row, doc in enumerate(DOCS):
+        at = slice(width - len(doc), width) if side == "left" else slice(0, len(doc))
+        tokens[row, at], mask[row, at] = torch.tensor(doc), 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    st.attach(model)
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+    assert torch.allclose(logits[mask.bool()], expected, atol=2e-6, rtol=0)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [n for n in tiny_models.MODELS if n != "gpt-oss"])
+def test_families_are_exact(name: str) -> None:
+    model = tiny_models.tiny(name)
+    expected = logits_one_by_one(model)
+    st.attach(model)
+    batch = st.collate(DOCS)
+    with torch.no_grad():
+        assert torch.allclose(model(**batch).logits[0], expected, atol=2e-5, rtol=0)
+
+
+def test_window_as_in_the_case() -> None:
+    """A window of 4, documents of 6 and 6: row 6 is the first of its document and sees itself only."""
+    model = tiny_models.tiny("mistral-window")
+    docs = [tiny_models.tokens_of(i, 6) for i in range(2)]
+    with torch.no_grad():
+        expected = torch.cat([model(input_ids=torch.tensor([doc])).logits[0] for doc in docs])
+        st.attach(model)
+        assert torch.allclose(model(**st.collate(docs)).logits[0], expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gpt-oss", {}, "attention sinks"),
+        ("llama", {"attention_dropout": 0.1}, r"attention dropout \(attention_dropout=0.1\)"),
+        ("gemma3", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("llama", {"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
+    ],
+)
+def test_features_that_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
+    model = tiny_models.tiny(name)
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    with pytest.raises(UsageError, match=says):
+        st.attach(model)
+    assert model.config._attn_implementation == "eager", "and the model is as it was"
+
+
+@pytest.mark.parametrize(("name", "says"), [("gemma2", "soft cap"), ("mistral-window", "sliding window")])
+def test_a_back_end_that_cannot_is_refused_by_feature(name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        st.attach(tiny_models.tiny(name), backend="cpu")
+
+
+def test_models_that_are_none_or_not_causal_decoders() -> None:
+    with pytest.raises(UsageError, match="no Transformers model"):
+        st.attach(torch.nn.Linear(2, 2))
+    config = transformers.BartConfig(
+        vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="cross attention"):
+        st.attach(transformers.BartForConditionalGeneration(config))
+
+
+def test_generation_is_refused_with_advice_and_works_detached() -> None:
+    model = tiny_models.tiny()
+    prompt = torch.tensor([DOCS[0]])
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    attached = st.attach(model)
+    with pytest.raises(UsageError, match=r"attached\.detached"):
+        model.generate(prompt, max_new_tokens=4, do_sample=False)
+    with attached.detached():
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    assert model.config._attn_implementation == "steelyard"
+    attached.detach()
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_masks_of_other_kinds_are_refused() -> None:
+    model = tiny_models.tiny()
+    st.attach(model)
+    tokens = torch.tensor([DOCS[0]])
+    with pytest.raises(UsageError, match="only a padding mask"):
+        model(input_ids=tokens, attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.bool))
+
+
+def test_a_bidirectional_block_is_refused() -> None:
+    model = tiny_models.tiny()
+    st.attach(model)
+    embeds = model.get_input_embeddings()(torch.tensor([DOCS[0]]))
+    blocks = torch.tensor([[-1, 0, 0, -1, -1]])
+    with pytest.raises(UsageError, match="see later ones"):
+        transformers.masking_utils.create_causal_mask(
+            config=model.config, inputs_embeds=embeds, attention_mask=None, cache=None, block_sequence_ids=blocks
+        )
+
+
+def test_attention_without_attach_says_what_to_do() -> None:
+    st.attach(tiny_models.tiny())  # registers the name
+    model = tiny_models.tiny()
+    model.set_attn_implementation("steelyard")
+    with pytest.raises(UsageError, match="attach the model"):
+        model(input_ids=torch.tensor([DOCS[0]]))
+
+
+def test_a_plan_for_other_documents_is_refused() -> None:
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    plan = attached.plan(st.collate(DOCS))
+    with pytest.raises(UsageError, match="other documents"):
+        model(**st.collate(DOCS[:2]), steelyard_plan=plan)
+
+
+def test_plans_made_ahead_are_the_same() -> None:
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    batches = [st.collate(DOCS[:count]) for count in (1, 2, 3)]
+    expected = [float(model(**batch).loss) for batch in batches]
+    ahead = list(attached.prefetch(iter(batches)))
+    assert [batch["steelyard_plan"].label_count for batch in ahead] == [4, 6, 9]
+    assert [float(model(**batch).loss) for batch in ahead] == expected
+
+
+def test_attaching_twice_and_copies() -> None:
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    with pytest.raises(UsageError, match="attached already"):
+        st.attach(model)
+    twin = copy.deepcopy(model)
+    batch = st.collate(DOCS)
+    assert torch.equal(twin(**batch).logits, model(**batch).logits)
+    attached.detach()
+    st.attach(model)
+
+
+def test_memory_of_a_forward_pass_is_kept_for_backward_only() -> None:
+    """Nothing outlives the graph: out, log-sum-exp and inputs go with it."""
+    import gc
+    import weakref
+
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    batch = st.collate(DOCS)
+    plan = attached.plan(batch)
+    passes = []
+    begin = plan.begin
+    plan.begin = lambda *args: passes.append(weakref.ref(p := begin(*args))) or p  # type: ignore[method-assign]
+    loss = model(**batch, steelyard_plan=plan).loss
+    loss.backward()
+    del loss
+    gc.collect()
+    assert passes and passes[0]() is None
+
+
+def test_token_wise_parts_can_be_compiled() -> None:
+    model = tiny_models.tiny()
+    expected = logits_one_by_one(model)
+    st.attach(model)
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="aot_eager")
+        layer.input_layernorm.compile(backend="aot_eager")
+    batch = st.collate(DOCS)
+    out = model(**batch)
+    assert torch.allclose(out.logits[0].detach(), expected, atol=2e-6, rtol=0)
+    out.loss.backward()

@@ -1,0 +1,67 @@
+"""`Balancer.attention` on several ranks, however the documents are said, equals a dense mask in one process."""
+
+from __future__ import annotations
+
+import balancer_ranks as on_balancer
+import numpy as np
+import pytest
+import ranks as on_rank
+import torch
+
+from steelyard.attention import core_attention_reference
+from steelyard.domain.layout import Layout
+from steelyard.testing.pool import WorkerPool
+
+LENGTHS = [7, 1, 13, 4, 30]
+
+
+def reference(shards: list[tuple[int, int, int, int]], window: int | None) -> dict[str, np.ndarray]:
+    """Everything in one process, documents in order."""
+    whole = Layout.from_doc_lengths([LENGTHS])
+    q, k, v, dout = on_rank.qkv_of(whole, 0, torch.float64, on_rank.SHAPE)
+    for tensor in (q, k, v):
+        tensor.requires_grad_(True)
+    out = q
+    for _ in range(2):
+        out = core_attention_reference(out, k, v, LENGTHS, window=window)
+    (out * dout).sum().backward()
+    found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+def assert_equal(results: list[dict], shards: list[tuple[int, int, int, int]], window: int | None) -> None:
+    expected = reference(shards, window)
+    first = np.cumsum(LENGTHS) - LENGTHS
+    for rank, result in enumerate(results):
+        mine = [shard for shard in shards if shard[3] == rank]
+        rows = np.concatenate([np.arange(first[d] + s, first[d] + s + n) for d, s, n, _ in mine] or [[]]).astype(int)
+        for name, whole in expected.items():
+            np.testing.assert_allclose(result[name], whole[rows], rtol=0, atol=1e-11, err_msg=f"{name} of rank {rank}")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_whole_documents(pool: WorkerPool, ranks: int, window: int | None) -> None:
+    shards = [(d, 0, n, min(ranks - 1, d * ranks // len(LENGTHS))) for d, n in enumerate(LENGTHS)]
+    results = pool.run(on_balancer.attention, ranks, shards, "doc_lens", window, False)
+    assert_equal(results, shards, window)
+    assert all(result["planned"] == 1 for result in results)
+
+
+@pytest.mark.parametrize("how", ["own shards", "all shards"])
+def test_documents_that_span_ranks(pool: WorkerPool, how: str) -> None:
+    shards = [(0, 0, 7, 0), (1, 0, 1, 0), (2, 0, 5, 0), (2, 5, 8, 1), (3, 0, 4, 1), (4, 0, 10, 1), (4, 10, 20, 2)]
+    results = pool.run(on_balancer.attention, 3, shards, how, None, False)
+    assert_equal(results, shards, None)
+    assert [result["planned"] for result in results] == [1 if how == "own shards" else 0] * 3
+
+
+def test_makes_its_own_planning_group(pool: WorkerPool) -> None:
+    shards = [(d, 0, n, d % 4) for d, n in enumerate(LENGTHS)]
+    shards.sort(key=lambda shard: shard[3])
+    assert_equal(pool.run(on_balancer.attention, 4, shards, "doc_lens", None, True), shards, None)
+
+
+def test_ranks_that_come_for_different_things_all_say_so(pool: WorkerPool) -> None:
+    for text in pool.run(on_balancer.come_for_different_things, 2):
+        assert text.startswith("UsageError: planning of step 0: ranks came with documents (0), shards (1)")
