@@ -1,0 +1,64 @@
+"""`steelyard calibrate`: measure this machine and write a profile that `simulate` reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.cli.flags import Switch, parse_flags
+from steelyard.cli.output import command_output
+from steelyard.domain.units import format_time
+from steelyard.errors import UsageError
+
+DESCRIPTION = """\
+Measure matrix products, attention, memory and transfers on this machine's CPU cores and write a device profile for
+`steelyard simulate`. Takes well under five minutes; other work on the machine makes its figures worse."""
+
+
+@dataclass(frozen=True)
+class CalibrateFlags:
+    out: Path = Path("device-profile.toml")
+    """The profile to write."""
+    nproc: int = 1
+    """Processes that measure at once, as they will train at once; with more than one, transfers too."""
+    rounds: int = 5
+    """The best of this many rounds counts."""
+    json: Switch = False
+    """Print one JSON object on stdout and everything else on stderr."""
+
+
+def run(argv: Sequence[str], *, debug: bool = False) -> int:
+    flags = parse_flags(CalibrateFlags, argv, prog="steelyard calibrate", description=DESCRIPTION)
+    if flags.nproc < 1 or flags.rounds < 1:
+        raise UsageError(f"--nproc {flags.nproc} --rounds {flags.rounds}: expected at least 1 each")
+    if flags.out.suffix != ".toml" or not flags.out.absolute().parent.is_dir():
+        raise UsageError(f"--out {flags.out}: expected a file that ends in .toml in a folder that exists")
+    from steelyard.cost.profiles import load_profile, profile_toml
+    from steelyard.simulate.calibrate import fit_profile
+    from steelyard.train.measure_device import measure  # torch: not for --help or a wrong flag
+
+    with command_output(as_json=flags.json) as output:
+        begin_s = time.perf_counter()
+        profile = fit_profile(measure(flags.nproc, rounds=flags.rounds), load_profile("cpu-local"), name=flags.out.stem)
+        flags.out.write_text(profile_toml(profile), encoding="utf-8")
+        took_s = time.perf_counter() - begin_s
+        output.console.print(
+            f"{flags.out}: {profile.peak_fp32_flops / 1e9:.0f} GFLOP/s, "
+            f"copies {profile.memory_bytes_per_s / 1e9:.1f} GB/s, "
+            f"transfers {profile.node_bytes_per_s / 1e9:.2f} GB/s, in {format_time(took_s)}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+        output.result(
+            {
+                "profile": str(flags.out),
+                "peak_flops": profile.peak_fp32_flops,
+                "memory_bytes_per_s": profile.memory_bytes_per_s,
+                "node_bytes_per_s": profile.node_bytes_per_s,
+                "time_error": profile.time_error,
+                "sources": dict(profile.sources),
+                "took_s": took_s,
+            }
+        )
+    return 0

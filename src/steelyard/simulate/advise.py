@@ -1,0 +1,148 @@
+"""Which configuration to take: the best of a sweep, and why the others were refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.cost.profiles import load_profile
+from steelyard.errors import UsageError
+from steelyard.simulate.answer import CAUSES
+from steelyard.simulate.config import SimulateConfig
+from steelyard.simulate.scenario import Scenario
+from steelyard.simulate.step import StepEstimate, simulate_step
+from steelyard.simulate.sweep import Outcome, SearchSpace, base_scenario, candidates, spread_evenly, sweep
+from steelyard.simulate.workloads import Documents, WorkloadCache
+
+FINALISTS = 8
+KEPT = 0.95
+"""Configurations that cut so many documents that less than this of the attention work is left come last: they compute
+another function."""
+
+
+@dataclass(frozen=True, eq=False)
+class Advice:
+    """What came of a search.
+
+    Attributes:
+        outcomes: all configurations that were estimated, best first; refused ones behind.
+        unfit: reasons of those that were refused before estimating, with their number.
+        best: estimates of the finalists, over all batches, best first.
+        documents: the stream.
+    """
+
+    outcomes: list[Outcome]
+    unfit: dict[str, int]
+    best: list[StepEstimate]
+    documents: Documents
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Reasons with the number of configurations, most frequent first."""
+        found: Counter[str] = Counter(self.unfit)
+        for o in self.outcomes:
+            if o.refused:
+                found["does not fit in memory" if o.refused.startswith("does not fit") else o.refused] += 1
+        return dict(found.most_common())
+
+
+def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, processes: int = 2) -> Advice:
+    """Search the configurations of a model on a cluster for a token budget per step.
+
+    Raises:
+        UsageError: no configuration has that many tokens, or a document is longer than a step.
+    """
+    devices, profile = config.devices(), load_profile(config.cluster.device)
+    documents = config.documents.documents(config.documents.context_tokens or tokens_per_step)
+    longest = int(documents.lengths.max())
+    if longest > tokens_per_step:
+        raise UsageError(
+            f"advise: a document has {longest} tokens, more than tokens_per_step={tokens_per_step}; nearest: {longest}"
+        )
+    base = base_scenario(config.model.shape(), profile, config.run.precision).replace(
+        kernel=config.run.kernel, fused=config.run.fused, tolerance=config.run.tolerance,
+        chunked_loss=config.run.chunked_loss, mixed_precision=config.run.mixed_precision,
+        tensor_overlap=config.parallel.tensor_overlap, layout=config.run.layout,
+        extra_overhead=config.run.extra_overhead,
+        exchange_overhead_s=config.run.exchange_overhead_s,
+    )  # fmt: skip
+    base.profile.peak_flops(base.precision)
+    space = SearchSpace(base, devices, tokens_per_step, longest)
+    tried: list[Scenario] = []
+    unfit: Counter[str] = Counter()
+    for candidate in candidates(space):
+        if isinstance(candidate, tuple):
+            unfit[candidate[1]] += 1
+        else:
+            tried.append(candidate)
+    if not tried:
+        reasons = "; ".join(unfit)
+        raise UsageError(
+            f"advise: no configuration of {devices} devices has {tokens_per_step} tokens a step ({reasons}); nearest: "
+            f"a multiple of {devices * 128}"
+        )
+    seed = config.sampling.seed
+    outcomes = sweep(spread_evenly(tried, limit), documents, seed=seed, processes=processes)
+    outcomes.sort(key=lambda o: (bool(o.refused), o.pairs_kept < KEPT, o.verdict != "fits", -o.tokens_per_s_per_device))
+    cache = WorkloadCache(documents)
+    finalists = [o.scenario for o in outcomes if not o.refused][:FINALISTS]
+    best = [simulate_step(s, cache, batches=config.sampling.batches, seed=seed) for s in finalists]
+    best.sort(key=lambda e: (e.pairs_kept < KEPT, e.memory.verdict != "fits", -e.tokens_per_s_per_device))
+    return Advice(outcomes, dict(unfit), best, documents)
+
+
+def reason_for(estimate: StepEstimate) -> str:
+    """Why a configuration is good and what still costs, in one line."""
+    lost = {k: v for k, v in estimate.shares.items() if k not in ("token_wise", "attention", "head", "optimizer")}
+    worst = max(lost, key=lambda k: lost[k])
+    cut = (
+        ""
+        if estimate.pairs_kept > 0.99
+        else f"; computes {estimate.pairs_kept:.0%} of the pairs, since it cuts documents"
+    )
+    return f"{estimate.mfu_causal:.0%} MFU; loses most to {CAUSES[worst]} ({lost[worst]:.0%}){cut}"
+
+
+def describe(scenario: Scenario) -> str:
+    """A configuration in one line."""
+    parts = [scenario.policy, str(scenario.degrees), f"{scenario.micro_batches} × {scenario.chunk_tokens} tokens"]
+    if scenario.ping_pong:
+        parts.append("ping-pong")
+    if scenario.recompute != "none":
+        parts.append(f"recompute {scenario.recompute}")
+    parts.append(f"sharding {scenario.sharding}")
+    return ", ".join(parts)
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """What `steelyard advise --json` prints."""
+    return {
+        "best": [
+            {
+                "configuration": describe(e.scenario),
+                "degrees": {
+                    "data": e.scenario.degrees.data, "tensor": e.scenario.degrees.tensor,
+                    "context": e.scenario.degrees.context, "stage": e.scenario.degrees.stage,
+                },
+                "policy": e.scenario.policy,
+                "micro_batches": e.scenario.micro_batches,
+                "chunk_tokens": e.scenario.chunk_tokens,
+                "ping_pong": e.scenario.ping_pong,
+                "recompute": e.scenario.recompute,
+                "sharding": e.scenario.sharding,
+                "step_time_s": e.step_time_s,
+                "step_time_band_s": list(e.band_s),
+                "tokens_per_s_per_device": e.tokens_per_s_per_device,
+                "mfu_causal": e.mfu_causal,
+                "pairs_kept": e.pairs_kept,
+                "memory_gib_by_rank_max": e.memory.expected / 2**30,
+                "verdict": e.memory.verdict,
+                "reason": reason_for(e),
+            }
+            for e in advice.best
+        ],
+        "tried": len(advice.outcomes),
+        "refused": [{"reason": r, "configurations": n} for r, n in advice.refusals.items()],
+        "sampler": f"{advice.documents.name}, {advice.documents.sampler}",
+    }  # fmt: skip

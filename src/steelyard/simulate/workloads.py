@@ -1,0 +1,492 @@
+"""From document lengths to what every rank must do: batches, plans, and their work in numbers.
+
+The stream of documents is sampled (the sampler is part of the answer: the order of the data matters most), packed into
+chunks, planned by the product's planner, and each plan is reduced to a few numbers per rank: tokens, kernel tiles of
+tasks on local and on received rows, and rows that leave and arrive inside a node and over the network. Those numbers
+depend neither on the device nor on the model, so a sweep plans once and prices many times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from steelyard.cost.attention_kernels import AttentionKernel, RangeCounts, TileKernel, range_counts
+from steelyard.domain.arrays import FloatArray, IntArray, int_column
+from steelyard.domain.layout import Layout
+from steelyard.domain.plan import DispatchPlan
+from steelyard.domain.shapes import AttentionShape
+from steelyard.domain.topology import Topology
+from steelyard.errors import UsageError
+from steelyard.planner import POLICIES, make_plan
+from steelyard.planner.layouts import choose_layout
+from steelyard.planner.tables import exchange_of, needs_exchange
+
+PolicyName: TypeAlias = Literal["packed", "wlb", "per_document_cp", "balanced"]
+LayoutName: TypeAlias = Literal["contiguous", "chosen"]
+Sampler: TypeAlias = Literal["shuffle", "in_order", "batches"]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where lengths come from.
+
+    Attributes:
+        name: shown in reports.
+        lengths: tokens of each document, in the order of the source, int64.
+        sampler: `shuffle` draws at random with replacement; `in_order` reads on from batch to batch; `batches` takes
+            the given batches as they are.
+        batches: for `batches`: the lengths of each, in packing order.
+    """
+
+    name: str
+    lengths: IntArray
+    sampler: Sampler = "shuffle"
+    batches: tuple[IntArray, ...] = ()
+
+    def batch(self, number: int, tokens: int, seed: int) -> IntArray:
+        """Lengths of batch `number` in packing order: exactly `tokens` tokens, the last document cut to fit.
+
+        Raises:
+            UsageError: a given batch holds another number of tokens.
+        """
+        if self.sampler == "batches":
+            given = self.batches[number % len(self.batches)]
+            total = int(given.sum())
+            if total != tokens:
+                raise UsageError(
+                    f"documents {self.name}: batch {number % len(self.batches)} holds {total} tokens, the "
+                    f"configuration needs {tokens} a step; nearest: sampler='shuffle', or degrees and "
+                    f"micro_batches that make {total}"
+                )
+            return given
+        if self.sampler == "in_order":
+            taken = np.cumsum(np.resize(self.lengths, 8 * len(self.lengths)))
+            whole = int(taken[-1])
+            begin = (number * tokens) % whole
+            order = np.resize(self.lengths, len(self.lengths) * (2 + 8 * ((begin + tokens) // whole + 1)))
+            first = int(np.searchsorted(np.cumsum(order), begin, side="right"))
+            return _cut_to(order[first:], tokens)
+        random = np.random.default_rng((seed, number))
+        mean = float(self.lengths.mean())
+        drawn: list[IntArray] = []
+        total = 0
+        while total < tokens:
+            more = random.choice(self.lengths, size=max(16, int(1.2 * (tokens - total) / mean) + 1))
+            drawn.append(more)
+            total += int(more.sum())
+        return _cut_to(np.concatenate(drawn), tokens)
+
+
+def _cut_to(lengths: IntArray, tokens: int) -> IntArray:
+    ends = np.cumsum(lengths)
+    last = int(np.searchsorted(ends, tokens, side="left"))
+    taken = np.array(lengths[: last + 1], dtype=np.int64)
+    taken[-1] -= int(ends[last]) - tokens
+    return int_column(taken[taken > 0])
+
+
+def uniform_documents(length: int) -> Documents:
+    """All documents of one length."""
+    return Documents(f"uniform {length}", int_column([length]), "in_order")
+
+
+def lognormal_documents(median: float, sigma: float, longest: int, *, count: int = 4096, seed: int = 0) -> Documents:
+    """A skewed stream: lengths from a log-normal distribution, cut at `longest`."""
+    if median < 1 or sigma < 0 or longest < 1:
+        raise UsageError(f"documents: median={median}, sigma={sigma}, longest={longest}, expected positive numbers")
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
+    lengths = np.clip(np.rint(drawn), 1, longest).astype(np.int64)
+    return Documents(f"log-normal, median {median:g}, sigma {sigma:g}, at most {longest}", int_column(lengths))
+
+
+def documents_from_json(path: Path, sampler: Sampler = "shuffle") -> Documents:
+    """A list of lengths, or a workload file with `batches` of `docs`.
+
+    Raises:
+        UsageError: no such file, or neither of the two forms.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"documents: there is no file {path}") from error
+    except ValueError as error:
+        raise UsageError(f"documents: {path} is no JSON: {error}") from error
+    if isinstance(content, list):
+        lengths = _lengths(content, path)
+        return Documents(path.stem, lengths, "shuffle" if sampler == "batches" else sampler)
+    if isinstance(content, dict) and isinstance(content.get("batches"), list) and content["batches"]:
+        batches = tuple(_lengths(b["docs"], path) for b in content["batches"])
+        return Documents(path.stem, int_column(np.concatenate(batches)), sampler, batches)
+    raise UsageError(f"documents: {path} is neither a list of lengths nor a workload with batches of docs")
+
+
+def _lengths(values: Sequence[object], path: Path) -> IntArray:
+    if not values or not all(isinstance(v, int) and v > 0 for v in values):
+        raise UsageError(f"documents: {path}: expected a non-empty list of positive whole numbers")
+    return int_column([int(v) for v in values if isinstance(v, int)])
+
+
+@dataclass(frozen=True, eq=False)
+class RankWork:
+    """What every rank does in every round (nano-batch or tick); float64 (rounds, ranks).
+
+    Attributes:
+        tokens: that live on the rank.
+        local, received: kernel counts of tasks on local rows only, and of tasks that need a received row.
+        query_out, query_in, key_out, key_in: rows, in two parts: inside the node and over the network.
+        squares: sum of the squares of document lengths of a round, float64 (rounds,): full attention counting.
+        pairs: (query, key) pairs of a round as the policy computes them.
+        whole_pairs: of a batch, if no document were cut, float64 (batches,).
+    """
+
+    tokens: FloatArray
+    local: RangeCounts
+    received: RangeCounts
+    query_out: tuple[FloatArray, FloatArray]
+    query_in: tuple[FloatArray, FloatArray]
+    key_out: tuple[FloatArray, FloatArray]
+    key_in: tuple[FloatArray, FloatArray]
+    squares: FloatArray
+    pairs: FloatArray
+    whole_pairs: FloatArray
+
+
+@dataclass(frozen=True)
+class WorkRequest:
+    """Everything that a round's work depends on. Hashable: the key of the cache.
+
+    Attributes:
+        policy: how documents are placed.
+        data, context, stage: degrees; `stage` > 1 only where the ticks of all stages are planned together.
+        chunk_tokens: tokens of a rank in one nano-batch.
+        micro_batches, nano_batches: per step, and per micro-batch.
+        ranks_per_node: ranks of one tensor index that share a node.
+        tolerance, planner: of the balanced policy.
+        layout: balanced, documents not cut: `contiguous`, or `chosen` by the planner for few bytes.
+        kernel: balanced: whose time is balanced; None: pairs are.
+        memory: balanced: whether servers keep received rows until backward.
+        shape: heads and sizes on one device of the tensor axis: the bytes that the planner weighs.
+        speeds: relative speed of each rank of data × context; () means equal.
+        cut_documents: balanced only: documents end with their chunk, as packed training cuts them; else they go on.
+        batches, seed: how many batches are sampled, and from which seed.
+    """
+
+    policy: PolicyName
+    data: int
+    context: int
+    stage: int
+    chunk_tokens: int
+    micro_batches: int
+    nano_batches: int
+    ranks_per_node: int
+    tolerance: float
+    planner: str
+    layout: LayoutName
+    kernel: AttentionKernel | None
+    memory: Literal["keep", "resend"]
+    shape: AttentionShape
+    speeds: tuple[float, ...]
+    cut_documents: bool
+    batches: int
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.data * self.context * self.chunk_tokens * self.micro_batches * self.nano_batches
+
+
+class WorkloadCache:
+    """Plans documents once for all configurations that ask for the same placement."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+        self._get = lru_cache(maxsize=64)(self._plan)
+
+    def work(self, request: WorkRequest) -> RankWork:
+        """The work of all rounds of all batches, in the order batch, micro-batch (or tick), nano-batch."""
+        return self._get(request)
+
+    def _plan(self, request: WorkRequest) -> RankWork:
+        if request.stage > 1:
+            return _ticks(self.documents, request)
+        rounds = []
+        for number in range(request.batches):
+            lengths = self.documents.batch(number, request.tokens, request.seed)
+            if request.policy == "wlb":
+                rounds += _packed_by_work(lengths, request)
+            else:
+                rounds += [_place(documents, request) for documents in _rounds(lengths, request)]
+        return _stack(rounds, whole_pairs(self.documents, request), 1)
+
+
+def whole_pairs(documents: Documents, request: WorkRequest) -> FloatArray:
+    """(query, key) pairs of each sampled batch with all documents whole."""
+    batches = [documents.batch(n, request.tokens, request.seed) for n in range(request.batches)]
+    return np.array([float((b * (b + 1) // 2).sum()) for b in batches])
+
+
+def is_uniform(documents: Documents, request: WorkRequest) -> bool:
+    """Whether every chunk of every step holds the same documents, so that one stands for all."""
+    lengths = np.unique(documents.lengths)
+    group = request.chunk_tokens * (request.context if request.policy != "balanced" or request.context > 1 else 1)
+    return len(lengths) == 1 and group % int(lengths[0]) == 0 and not request.speeds
+
+
+def _rounds(lengths: IntArray, request: WorkRequest) -> list[IntArray]:
+    """Divide a batch into rounds of data × context chunks, whole documents first-fit in packing order.
+
+    Documents never cross nano-batches; those that fit nowhere any more are cut over the rooms that are left.
+    """
+    room = request.data * request.context * request.chunk_tokens
+    count = request.micro_batches * request.nano_batches
+    if count == 1:
+        return [lengths]
+    if request.policy == "packed":
+        return cut_at_multiples(lengths, room)
+    rooms = np.full(count, room, dtype=np.int64)
+    members: list[list[int]] = [[] for _ in range(count)]
+    left: list[int] = []
+    for length in lengths.tolist():
+        place = int(np.argmax(rooms >= length))
+        if rooms[place] >= length:
+            members[place].append(length)
+            rooms[place] -= length
+        else:
+            left.append(length)
+    for length in left:
+        rest = length
+        while rest:
+            place = int(np.argmax(rooms))
+            taken = min(rest, int(rooms[place]))
+            members[place].append(taken)
+            rooms[place] -= taken
+            rest -= taken
+    return [int_column(m) for m in members]
+
+
+def cut_at_multiples(lengths: IntArray, room: int) -> list[IntArray]:
+    """Pack documents one after another and cut at every multiple of `room`; lengths of each piece."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    cuts = np.union1d(ends, np.arange(room, total + 1, room))
+    starts = np.concatenate([[0], cuts[:-1]])
+    piece, place = cuts - starts, starts // room
+    borders = np.searchsorted(place, np.arange(1, -(-total // room)))
+    return [int_column(p) for p in np.split(piece, borders)]
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        raise UsageError(f"policy={name!r} is not available; expected one of packed, balanced, {', '.join(POLICIES)}")
+    return name
+
+
+def _place(lengths: IntArray, request: WorkRequest) -> dict[str, FloatArray]:
+    """The work of one round, as columns over ranks."""
+    ranks, room = request.data * request.context, request.chunk_tokens
+    if request.policy == "balanced":
+        topology = Topology(ranks, request.speeds, node_size=request.ranks_per_node)
+        if request.cut_documents:
+            layout = Layout.from_doc_lengths(_chunks_of(lengths, room, ranks))
+        elif request.layout == "chosen":
+            layout = choose_layout(
+                lengths.tolist(), room, ranks, shape=request.shape, topology=topology, tolerance=request.tolerance
+            )
+        else:
+            layout = Layout.contiguous(lengths.tolist(), room, ranks)
+        return _balanced(layout, topology, request)
+    groups = _chunks_of(lengths, room * request.context, request.data)
+    if request.policy == "per_document_cp" and request.context > 1:  # documents are cut where a group's tokens end
+        return _context_parallel(Layout.contiguous([n for g in groups for n in g], room, ranks), request)
+    if request.context > 1:
+        return _evenly([int_column(g) for g in groups], request)
+    layout = Layout.from_doc_lengths(groups)
+    plan = make_plan(layout, policy="packed", shape=request.shape, tolerance=0.0)
+    return _columns(plan, request.ranks_per_node, layout.doc_lengths)
+
+
+def _packed_by_work(lengths: IntArray, request: WorkRequest) -> list[dict[str, FloatArray]]:
+    """A whole step packed by `wlb`: every chunk of every micro-batch is a place for whole documents."""
+    rounds = request.micro_batches * request.nano_batches
+    places = request.data * rounds
+    layout = Layout.contiguous(lengths.tolist(), request.context * request.chunk_tokens, places)
+    plan = make_plan(layout, policy=_policy("wlb"), shape=request.shape, tolerance=request.tolerance)
+    placed = plan.layout
+    order = np.argsort(placed.shard_rank, kind="stable")
+    borders = np.searchsorted(placed.shard_rank[order], np.arange(1, places))
+    documents = [placed.shard_length[part].tolist() for part in np.split(order, borders)]
+    found = []
+    for number in range(rounds):
+        groups = documents[number * request.data : (number + 1) * request.data]
+        if request.context > 1:
+            shares = [_shared_out(group, request.context) for group in groups]
+            found.append(_context_parallel(_side_by_side(shares), request))
+        else:
+            whole = make_plan(Layout.from_doc_lengths(groups), policy="packed", shape=request.shape, tolerance=0.0)
+            found.append(_columns(whole, request.ranks_per_node, whole.layout.doc_lengths))
+    return found
+
+
+def _shared_out(lengths: list[int], ranks: int) -> Layout:
+    return Layout.contiguous(lengths, max(1, -(-sum(lengths) // ranks)), ranks)
+
+
+def _side_by_side(layouts: Sequence[Layout]) -> Layout:
+    """One layout of several groups of ranks."""
+    doc = np.cumsum([0] + [layout.docs for layout in layouts])
+    ranks = np.cumsum([0] + [layout.ranks for layout in layouts])
+    return Layout.from_columns(
+        np.concatenate([layout.shard_doc + d for layout, d in zip(layouts, doc, strict=False)]),
+        np.concatenate([layout.shard_start for layout in layouts]),
+        np.concatenate([layout.shard_length for layout in layouts]),
+        np.concatenate([layout.shard_rank + r for layout, r in zip(layouts, ranks, strict=False)]),
+        ranks=int(ranks[-1]),
+    )
+
+
+def _context_parallel(layout: Layout, request: WorkRequest) -> dict[str, FloatArray]:
+    """Documents over the ranks of their group, head-tail, keys gathered: the planner's policy."""
+    topology = Topology(layout.ranks, node_size=request.context)
+    plan = make_plan(
+        layout, policy=_policy("per_document_cp"), topology=topology, shape=request.shape, tolerance=request.tolerance
+    )
+    return _columns(plan, request.ranks_per_node, plan.layout.doc_lengths)
+
+
+def _evenly(groups: Sequence[IntArray], request: WorkRequest) -> dict[str, FloatArray]:
+    """Context parallelism of whole sequences, as frameworks do it for unpacked data: every rank has an equal share."""
+    share = 1 / request.context
+    columns = {name: np.zeros(request.data * request.context) for name in _COLUMNS}
+    for number, lengths in enumerate(groups):
+        counts = range_counts(np.zeros_like(lengths), lengths)
+        place = slice(number * request.context, (number + 1) * request.context)
+        columns["tokens"][place] = lengths.sum() * share
+        columns["squares"][place] = float((lengths.astype(np.float64) ** 2).sum()) * share
+        for field in dataclasses.fields(RangeCounts):
+            # Of the pairs, 1/context need only keys of the own two pieces.
+            whole = float(getattr(counts, field.name).sum()) * share
+            columns[f"local_{field.name}"][place] = whole * share
+            columns[f"received_{field.name}"][place] = whole * (1 - share)
+    return columns
+
+
+_COUNTS = tuple(f.name for f in dataclasses.fields(RangeCounts))
+_ROWS = tuple(
+    f"{what}_{way}_{where}" for what in ("query", "key") for way in ("out", "in") for where in ("node", "network")
+)
+_COLUMNS = ("tokens", "squares", *(f"{p}_{c}" for p in ("local", "received") for c in _COUNTS), *_ROWS)
+
+
+def _columns(plan: DispatchPlan, ranks_per_node: int, lengths: IntArray) -> dict[str, FloatArray]:
+    """A plan in numbers per rank."""
+    ranks = plan.layout.ranks
+    columns = {name: np.zeros(ranks) for name in _COLUMNS}
+    columns["tokens"] = plan.layout.tokens_by_rank.astype(np.float64)
+    columns["squares"] = np.full(ranks, float((lengths.astype(np.float64) ** 2).sum()) / ranks)
+    if not needs_exchange(plan):
+        _add_counts(columns, "local", plan.tasks.server, plan.tasks.start, plan.tasks.end)
+        return columns
+    exchange = exchange_of(plan)
+    start = exchange.kernel.q_position
+    end = start + exchange.kernel.q_length
+    server, far = exchange.kernel_list // 2, exchange.kernel_list % 2 == 1
+    _add_counts(columns, "local", server[~far], start[~far], end[~far])
+    _add_counts(columns, "received", server[far], start[far], end[far])
+    for what, links in (("query", exchange.queries), ("key", exchange.keys)):
+        near = links.source // ranks_per_node == links.send_peer // ranks_per_node
+        for where, chosen in (("node", near), ("network", ~near)):
+            rows = links.send_rows[chosen].astype(np.float64)
+            columns[f"{what}_out_{where}"] = _sums(links.source[chosen], rows, ranks)
+            columns[f"{what}_in_{where}"] = _sums(links.send_peer[chosen], rows, ranks)
+    return columns
+
+
+def _sums(rank: IntArray, weights: FloatArray, ranks: int) -> FloatArray:
+    return np.bincount(rank, weights=weights, minlength=ranks).astype(np.float64)
+
+
+def _add_counts(columns: dict[str, FloatArray], prefix: str, server: IntArray, start: IntArray, end: IntArray) -> None:
+    counts = range_counts(start, end)
+    ranks = len(columns["tokens"])
+    for name in _COUNTS:
+        columns[f"{prefix}_{name}"] = _sums(server, getattr(counts, name), ranks)
+
+
+def _ticks(documents: Documents, request: WorkRequest) -> RankWork:
+    """Rounds of a lockstep pipeline: tick t holds micro-batch t − s on stage s, all planned together.
+
+    Ranks are stage after stage. Only forward ticks are planned: backward ones are their mirror images.
+    """
+    stages, nano = request.stage, request.nano_batches
+    lanes = request.data * request.context
+    rounds = []
+    for batch in range(request.batches):
+        pieces = _rounds(documents.batch(batch, request.tokens, request.seed), request)
+        for tick in range(request.micro_batches + stages - 1):
+            for half in range(nano):
+                stage_layouts = []
+                for stage in range(stages):
+                    number = tick - stage
+                    busy = 0 <= number < request.micro_batches
+                    piece = pieces[number * nano + half] if busy else int_column([])
+                    stage_layouts.append(_stage_layout(piece, request))
+                topology = Topology(stages * lanes, request.speeds * stages, node_size=request.ranks_per_node)
+                rounds.append(_balanced(_side_by_side(stage_layouts), topology, request))
+    return _stack(rounds, whole_pairs(documents, request), stages)
+
+
+def _chunks_of(lengths: IntArray, room: int, ranks: int) -> list[list[int]]:
+    chunks = [c.tolist() for c in cut_at_multiples(lengths, room)] if len(lengths) else []
+    return chunks + [[] for _ in range(ranks - len(chunks))]
+
+
+def _stage_layout(lengths: IntArray, request: WorkRequest) -> Layout:
+    """One micro-batch on the ranks of one stage."""
+    lanes, room = request.data * request.context, request.chunk_tokens
+    if request.cut_documents:
+        return Layout.from_doc_lengths(_chunks_of(lengths, room, lanes))
+    return Layout.contiguous(lengths.tolist(), room, lanes)
+
+
+def _balanced(layout: Layout, topology: Topology, request: WorkRequest) -> dict[str, FloatArray]:
+    """The plan of the product's planner, or of the published idea of one."""
+    by_time = request.planner == "balanced" and isinstance(request.kernel, TileKernel)
+    plan = make_plan(
+        layout, policy=request.planner, topology=topology, shape=request.shape, tolerance=request.tolerance,
+        memory=request.memory, objective="time" if by_time else "pairs", kernel=request.kernel if by_time else None,
+    )  # fmt: skip
+    return _columns(plan, request.ranks_per_node, plan.layout.doc_lengths)
+
+
+def _stack(rounds: Sequence[dict[str, FloatArray]], whole: FloatArray, repeats: int) -> RankWork:
+    """Rounds one after another. `repeats`: rounds in which every document stands (stages of a lockstep pipeline)."""
+    table = {name: np.stack([r[name] for r in rounds]) for name in _COLUMNS}
+
+    def counts(prefix: str) -> RangeCounts:
+        return RangeCounts(*(table[f"{prefix}_{name}"] for name in _COUNTS))
+
+    def rows(name: str) -> tuple[FloatArray, FloatArray]:
+        return table[f"{name}_node"], table[f"{name}_network"]
+
+    local, received = counts("local"), counts("received")
+    return RankWork(
+        tokens=table["tokens"],
+        local=local,
+        received=received,
+        query_out=rows("query_out"),
+        query_in=rows("query_in"),
+        key_out=rows("key_out"),
+        key_in=rows("key_in"),
+        squares=table["squares"].sum(axis=-1) / repeats,
+        pairs=(local.pairs + received.pairs).sum(axis=-1) / repeats,
+        whole_pairs=whole,
+    )

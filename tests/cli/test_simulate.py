@@ -1,0 +1,144 @@
+"""The commands: their JSON contracts, files and errors."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.cli.main import main
+
+CONFIG = """
+[model]
+name = "llama3-8b"
+[cluster]
+device = "H200"
+nodes = 2
+[parallel]
+tensor = 4
+[run]
+chunk_tokens = 8192
+[documents]
+median = 1000
+sigma = 1.5
+[sampling]
+batches = 2
+"""
+CONTRACT = {
+    "step_time_s", "step_time_band_s", "tokens_per_s_per_device", "mfu", "mfu_causal", "memory_gib_by_rank_max",
+    "verdict", "dominant", "idle_share", "bubble_share", "exposed_comm_share", "not_modelled",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "c.toml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json", "--debug"]) == 0
+    captured = capsys.readouterr()
+    [line] = captured.out.splitlines()
+    assert captured.err
+    values: dict[str, Any] = json.loads(line)
+    return values
+
+
+def test_simulate_prints_its_contract(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    values = run(capsys, "simulate", config)
+    assert set(values) >= CONTRACT
+    assert values["verdict"] in ("fits", "tight", "does not fit")
+    assert values["step_time_band_s"][0] < values["step_time_s"] < values["step_time_band_s"][1]
+    assert len(values["next"]) == 2
+
+
+def test_flags_replace_the_file_and_all_policies_are_compared(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = run(capsys, "simulate", config, "--run.chunk-tokens", "4096")
+    more = run(capsys, "simulate", config, "--policy", "all")
+    assert few["tokens_per_step"] == more["tokens_per_step"] / 2
+    assert set(more["policies"]) == {"packed", "wlb", "per_document_cp", "balanced"}
+    packed = run(capsys, "simulate", config, "--policy", "packed")
+    assert packed["step_time_s"] == more["policies"]["packed"]["step_time_s"]
+
+
+def test_the_report_is_one_file_without_links(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = run(capsys, "simulate", config, "--plot", str(tmp_path / "out"), "--policy", "all")
+    files = {Path(p).name for p in values["written"]}
+    assert files == {"report.html", "split.png", "memory.png", "work.png", "timeline.png", "trace.json.gz"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+    pictures = re.findall(r"data:image/png;base64,([^\"]+)", page)
+    assert len(pictures) == 4
+    assert all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
+    assert f"{values['verdict']}" in page
+    trace = json.loads(gzip.decompress((tmp_path / "out" / "trace.json.gz").read_bytes()))
+    assert len(trace["traceEvents"]) > 100
+
+
+def test_pipelines_have_a_picture_of_their_stages(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = run(
+        capsys, "simulate", config, "--policy", "packed", "--parallel.stage", "2", "--run.micro-batches", "4",
+        "--plot", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert values["bubble_share"] > 0
+    assert (tmp_path / "out" / "timeline.png").stat().st_size > 10_000
+
+
+def test_advise(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "map.png"
+    values = run(
+        capsys, "advise", config, "--tokens-per-step", "131072", "--limit", "30", "--processes", "1",
+        "--plot", str(picture),
+    )  # fmt: skip
+    assert values["tried"] == 30
+    assert values["best"][0]["verdict"] in ("fits", "tight")
+    assert values["best"][0]["reason"]
+    assert picture.stat().st_size > 10_000
+
+
+def test_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    point = {"model": "llama3-8b", "gpu": "H100", "n_gpus": 8, "seq_len": 8192, "micro_batch": 1, "global_batch": 8,
+             "fsdp": 8, "step_time_s": 1.0}  # fmt: skip
+    table = {"schema": "validation-table/1", "tables": [{"title": "t", "points": [point, {}]}]}
+    (tmp_path / "own.json").write_text(json.dumps(table))
+    values = run(capsys, "validate", "--data", str(tmp_path), "--plot", str(tmp_path / "p.png"))
+    [source] = values["sources"]
+    assert source["name"] == "own"
+    assert source["role"] == "held_out"
+    assert source["points"] == 1
+    assert source["excluded"] == [{"reason": "the model's shape is not stated", "points": 1}]
+    assert abs(source["worst_pct_error"]) == pytest.approx(source["mean_abs_pct_error"])
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["simulate"], "expected a configuration file: steelyard simulate CONFIG.toml"),
+        (["simulate", "{}", "--parallel.tensor", "3"], "nearest: tensor=2"),
+        (["simulate", "{}", "--cluster.device", "H300"], "unknown device 'H300'"),
+        (["simulate", "{}", "--paralel.tensor", "3"], "did you mean --parallel.tensor?"),
+        (["advise", "{}", "--limit", "0"], "expected at least 1"),
+        (["validate", "--data", "/nowhere"], "there is no such folder"),
+        (["calibrate", "--nproc", "0"], "expected at least 1"),
+        (["calibrate", "--out", "x.json"], "expected a file that ends in .toml"),
+    ],
+)
+def test_wrong_usage(argv: list[str], message: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([a.format(config) for a in argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise", "validate", "calibrate"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"steelyard {command}" in capsys.readouterr().out

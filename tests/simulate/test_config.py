@@ -1,0 +1,166 @@
+"""The configuration file: what it makes, and that a wrong value names the nearest right one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from steelyard.cost.attention_kernels import TileKernel, range_counts
+from steelyard.cost.profiles import load_profile, profile_toml
+from steelyard.domain.arrays import int_column
+from steelyard.errors import UsageError
+from steelyard.settings import load_toml
+from steelyard.simulate.advise import advise, as_json, describe
+from steelyard.simulate.calibrate import (
+    AttentionSample,
+    LayerSample,
+    ProductSample,
+    Samples,
+    TransferSample,
+    fit_profile,
+)
+from steelyard.simulate.config import SimulateConfig, shape_from_file
+from steelyard.simulate.sites import simulate_sites
+from steelyard.simulate.step import simulate_step
+from steelyard.simulate.sweep import sweep
+from steelyard.simulate.workloads import WorkloadCache
+
+SMALL = """
+[cluster]
+device = "H200"
+nodes = 2
+[parallel]
+tensor = 4
+[run]
+chunk_tokens = 16384
+[documents]
+median = 1000
+sigma = 1.5
+"""
+
+
+def load(text: str, tmp_path: Path) -> SimulateConfig:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return load_toml(SimulateConfig, path)
+
+
+def test_data_takes_what_the_other_degrees_leave(tmp_path: Path) -> None:
+    config = load(SMALL, tmp_path)
+    assert config.devices() == 16
+    assert str(config.degrees()) == "data 4, tensor 4, context 1, stage 1"
+    assert config.scenario().policy == "balanced"
+    assert config.scenario(policy="packed").policy == "packed"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("tensor = 4", "tensor = 3"), "tensor=3 does not divide the 32 heads .* nearest: tensor=2"),
+        (("tensor = 4", "tensor = 4\ndata = 3"), "makes 12 devices, the cluster has 16; nearest: data=4"),
+        (('"H200"', '"H20"'), "unknown device 'H20'; did you mean 'h200'"),
+        (("median = 1000", "length = 200000"), "more than the 65536 .* nearest: chunk_tokens=50000"),
+        (("median = 1000", "lengths = [100, 9000]\ncontext_tokens = 8192"), "nearest: context_tokens=9000"),
+        (("nodes = 2", "nodes = 2\nslow_ranks = [4]"), "expected ranks 0 … 3"),
+        (("median", "medain"), 'unknown key "medain" .* did you mean "median"'),
+        (("[cluster]", '[model]\nname = "llama3-9b"\n[cluster]'), "did you mean 'llama3-8b'"),
+    ],
+)  # fmt: skip
+def test_wrong_values_name_the_nearest(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    text = SMALL.replace(*change)
+    assert text != SMALL
+    with pytest.raises(UsageError, match=message):
+        config = load(text, tmp_path)
+        config.stream(config.scenario())
+
+
+def test_mixed_clusters_and_slow_ranks_become_speeds(tmp_path: Path) -> None:
+    text = SMALL.replace("nodes = 2", 'groups = [{device = "H200", nodes = 1}, {device = "A100", nodes = 1}]')
+    scenario = load(text, tmp_path).scenario()
+    assert scenario.speeds[:2] == (1.0, 1.0)
+    assert scenario.speeds[2] == scenario.speeds[3] == pytest.approx(312 * 0.756 / (989.4 * 0.605), rel=0.01)
+    slow = load(SMALL.replace("nodes = 2", "nodes = 2\nslow_ranks = [1]"), tmp_path).scenario()
+    assert slow.speeds == (1.0, 1 / 1.5, 1.0, 1.0)
+
+
+def test_shapes_from_transformers_files(tmp_path: Path) -> None:
+    values = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = shape_from_file(tmp_path)
+    assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_size) == (2, 64, 2, 16)
+    with pytest.raises(UsageError, match="there is no file"):
+        shape_from_file(tmp_path / "none.json")
+
+
+def test_sites(tmp_path: Path) -> None:
+    text = '[sync]\nmode = "diloco"\nperiod = 50\ncompression = "int8"\n'
+    text += "".join(f'[[sites]]\nname = "{n}"\nspeed = {s}\nbytes_per_s = 1e10\n' for n, s in (("a", 1.0), ("b", 0.5)))
+    config = load(text + SMALL, tmp_path)
+    scenario = config.scenario()
+    cache = WorkloadCache(config.stream(scenario))
+    found = simulate_sites(config, cache, simulate_step(scenario, cache, batches=2))
+    assert found["tokens_per_s"] < found["tokens_per_s_without_links"]
+    assert found["sites"][0]["busy_share"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_advice_is_sorted_and_refusals_are_counted(tmp_path: Path) -> None:
+    config = load(SMALL.replace("nodes = 2", "nodes = 1"), tmp_path)
+    advice = advise(config, tokens_per_step=131072, limit=60, processes=1)
+    speeds = [e.tokens_per_s_per_device for e in advice.best if e.pairs_kept >= 0.95 and e.memory.verdict == "fits"]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(e.memory.verdict != "does not fit" for e in advice.best)
+    assert all(e.scenario.degrees.devices == 8 and e.tokens == 131072 for e in advice.best)
+    values = as_json(advice)
+    assert values["tried"] == len(advice.outcomes) <= 60
+    assert sum(r["configurations"] for r in values["refused"]) == sum(advice.refusals.values())
+    assert describe(advice.best[0].scenario) == values["best"][0]["configuration"]
+    with pytest.raises(UsageError, match="a document has 9000 tokens, more than tokens_per_step=8192; nearest: 9000"):
+        advise(load(SMALL.replace("median = 1000", "length = 9000"), tmp_path), tokens_per_step=8192)
+
+
+def test_processes_change_nothing(tmp_path: Path) -> None:
+    config = load(SMALL, tmp_path)
+    scenario, documents = config.scenario(), config.documents.documents(65536)
+    many = [scenario.replace(tolerance=0.01 * (1 + i % 3), recompute=r) for i in range(20) for r in ("none", "full")]
+    one = sweep(many, documents, batches=1, processes=1)
+    two = sweep(many, documents, batches=1, processes=2)
+    assert [o.step_time_s for o in one] == [o.step_time_s for o in two]
+
+
+def test_a_fit_finds_the_constants_that_made_the_samples(tmp_path: Path) -> None:
+    kernel = TileKernel(1e-4, 2e-6, 5e-5, 1e-5, 1.0, 2.0, 1.0)
+    peak, half, copy = 1e11, 20.0, 5e9
+
+    def attention(length: int) -> AttentionSample:
+        counts = range_counts(int_column([0]), int_column([length]))
+        forward = kernel.floor_s + 4 * float(kernel.forward_s(counts, 8, 128)[0])
+        return AttentionSample(length, 4, 8, 128, forward, 2 * forward)
+
+    def product_s(tokens: int, rows: int, columns: int) -> float:
+        small = min(tokens, rows, columns)
+        return 2 * tokens * rows * columns / (peak * small / (small + half))
+
+    products = tuple(ProductSample(*s, product_s(*s)) for s in ((512, 64, 64), (512, 256, 256), (2048, 1024, 1024)))
+    layer = LayerSample(1024, 256, 4, ((256, 256),), product_s(1024, 256, 256) + 30 * 1024 * 256 * 4 / copy)
+    transfers = tuple(TransferSample(2, n, 2e-4 + n / 1e9) for n in (1000, 10**6))
+    calls = tuple(map(attention, (64, 256, 1024, 4096)))
+    samples = Samples("test", "fp32", 10**9, copy, products, calls, (layer,), transfers)
+    profile = fit_profile(samples, load_profile("cpu-local"), name="own")
+    assert profile.peak_fp32_flops == pytest.approx(peak, rel=0.02)
+    assert profile.gemm_half_size == pytest.approx(half, rel=0.1)
+    assert profile.token_wise_transfers == pytest.approx(30, rel=0.02)
+    assert (profile.node_floor_s, profile.node_bytes_per_s) == pytest.approx((2e-4, 1e9), rel=0.01)
+    fitted = profile.kernel("measured")
+    assert isinstance(fitted, TileKernel)
+    assert (fitted.floor_s, fitted.block_s, fitted.backward_ratio) == pytest.approx((1e-4, 5e-5, 2.0), rel=0.02)
+    path = tmp_path / "own.toml"
+    path.write_text(profile_toml(profile))
+    assert load_profile(path).kernel("measured") == fitted
+    with pytest.raises(UsageError, match="expected at least 3 and 4"):
+        fit_profile(Samples("t", "fp32", 1, 1.0, (), (), (), ()), load_profile("cpu-local"), name="x")

@@ -1,0 +1,237 @@
+"""Estimates: identities, directions, and what must be refused."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from steelyard.cost.profiles import load_profile
+from steelyard.domain.degrees import Degrees
+from steelyard.domain.model_shape import model_shape
+from steelyard.errors import UsageError
+from steelyard.simulate.answer import as_json, next_configurations
+from steelyard.simulate.sampled_trace import pipeline_trace, sampled_trace
+from steelyard.simulate.scenario import Scenario
+from steelyard.simulate.step import PARTS, StepEstimate, simulate_step
+from steelyard.simulate.workloads import Documents, WorkloadCache, int_column, lognormal_documents, uniform_documents
+
+H200 = load_profile("h200")
+MODEL = model_shape("llama3-8b").with_layers(4)
+MIXED = lognormal_documents(2048, 1.5, 32768)
+
+
+def scenario(**changes: object) -> Scenario:
+    values: dict[str, object] = {
+        "model": MODEL, "profile": H200, "degrees": Degrees(data=8), "chunk_tokens": 32768, "policy": "packed",
+    }  # fmt: skip
+    return Scenario(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def run(documents: Documents = MIXED, batches: int = 2, **changes: object) -> StepEstimate:
+    return simulate_step(scenario(**changes), documents, batches=batches)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"policy": "balanced"},
+        {"policy": "balanced", "ping_pong": True},
+        {"policy": "wlb"},
+        {"policy": "per_document_cp", "degrees": Degrees(data=2, context=4)},
+        {"policy": "per_document_cp", "degrees": Degrees(data=2, context=4), "context_exchange": "ring"},
+        {"degrees": Degrees(data=2, tensor=4), "recompute": "full"},
+        {"degrees": Degrees(data=2, stage=4), "micro_batches": 8},
+        {"degrees": Degrees(data=4, stage=2, virtual_stages=2), "micro_batches": 4},
+        {"degrees": Degrees(data=4, stage=2), "micro_batches": 4, "policy": "balanced"},
+        {"sharding": "full"},
+        {"speeds": (1.0,) * 7 + (0.5,), "policy": "balanced"},
+    ],
+)
+def test_shares_add_up_and_nothing_is_negative(changes: dict[str, object]) -> None:
+    estimate = run(**changes)
+    assert set(estimate.shares) == set(PARTS)
+    assert sum(estimate.shares.values()) == pytest.approx(1.0)
+    assert min(estimate.shares.values()) >= 0
+    assert estimate.step_time_s > 0
+    low, high = estimate.band_s
+    assert low < estimate.step_time_s < high
+    assert 0 < estimate.mfu_causal <= estimate.mfu < 1
+
+
+def test_a_uniform_step_is_the_sum_of_its_parts() -> None:
+    """One rank, no transfers: layers × (forward + backward) + head + optimizer + overhead, worked out here."""
+    from steelyard.cost.attention_kernels import range_counts
+    from steelyard.cost.linear import head_s, optimizer_s, token_wise_cost
+
+    tokens = np.array([8192.0])
+    one = scenario(degrees=Degrees(), chunk_tokens=8192, sharding="none")
+    kernel = H200.kernel()
+    layer = token_wise_cost(MODEL, tokens, H200)
+    attention = kernel.floor_s + float(kernel.forward_s(range_counts(int_column([0]), int_column([8192])), 32, 128)[0])
+    expected = 4 * (3 * float((layer.before_s + layer.after_s)[0]) + attention * (1 + kernel.backward_ratio))
+    expected += 3 * float(head_s(MODEL, tokens, H200)[0]) + H200.step_overhead_s
+    expected += optimizer_s(MODEL.parameters - MODEL.hidden, H200)
+    assert simulate_step(one, uniform_documents(8192)).step_time_s == pytest.approx(expected)
+
+
+def test_one_rank_stands_for_all_only_where_it_does() -> None:
+    """The shortcut for equal documents gives what simulating every rank gives."""
+    degrees = Degrees(data=4, tensor=2, context=2)
+    short = simulate_step(scenario(degrees=degrees, micro_batches=3), uniform_documents(65536))
+    every = simulate_step(
+        scenario(degrees=degrees, micro_batches=3, speeds=(1.0,) * 8), uniform_documents(65536), batches=1
+    )
+    assert short.step_time_s == pytest.approx(every.step_time_s)
+    assert short.pairs == pytest.approx(every.pairs)
+    assert short.tokens == every.tokens
+
+
+def test_balancing_helps_where_work_is_uneven_and_not_where_it_is_even() -> None:
+    giant = Documents("giant", int_column([32768, *[512] * 448]), "batches", (int_column([32768] + [512] * 448),))
+    packed, balanced = run(giant, batches=1), run(giant, batches=1, policy="balanced")
+    assert packed.shares["imbalance"] > 0.2
+    assert balanced.step_time_s < 0.85 * packed.step_time_s
+    even = uniform_documents(4096)
+    assert run(even, policy="balanced").step_time_s == pytest.approx(run(even).step_time_s, rel=0.01)
+
+
+def test_overhead_can_eat_the_gain() -> None:
+    """A simulator that never predicts a loss is wrong."""
+    slow = run(policy="balanced", exchange_overhead_s=0.02)
+    assert slow.step_time_s > run(policy="balanced").step_time_s
+    assert slow.step_time_s > run().step_time_s
+    assert run(extra_overhead=0.15).step_time_s == pytest.approx(1.15 * run().step_time_s, rel=0.01)
+
+
+def test_overlapped_gather_is_not_slower_than_an_exposed_one() -> None:
+    slow_net = H200.replace(node_size=1)
+    common = {"policy": "per_document_cp", "degrees": Degrees(data=2, context=4), "profile": slow_net}
+    exposed, overlapped = run(**common), run(**common, context_exchange="gather_overlapped")
+    assert overlapped.step_time_s < exposed.step_time_s
+    hidden = run(**common, hidden_gather=1.0)
+    assert hidden.step_time_s <= overlapped.step_time_s
+
+
+def test_a_straggler_slows_everybody_and_balancing_gives_it_less() -> None:
+    slow = (1.0,) * 7 + (0.5,)
+    packed, balanced = run(speeds=slow), run(speeds=slow, policy="balanced")
+    assert packed.step_time_s > 1.3 * run().step_time_s
+    unaware = run(policy="balanced")  # what a planner that does not know would give rank 7, at half the speed
+    assert balanced.rank_work_s[7] < 0.85 * 2 * unaware.rank_work_s[7]
+    assert float(balanced.rank_work_s.max() / balanced.rank_work_s.mean()) < 1.25
+
+
+def test_memory_follows_choices() -> None:
+    base = run()
+    assert run(recompute="full").memory.activations < base.memory.activations
+    assert run(sharding="full").memory.optimizer == pytest.approx(base.memory.optimizer * 8 / 8 * 8 / 12)
+    assert run(chunked_loss=True).memory.logits < base.memory.logits
+    assert run(policy="balanced").memory.exchange > 0
+    stages = {"degrees": Degrees(data=2, stage=4), "chunked_loss": True}
+    many, one = run(**stages, micro_batches=8), run(**stages, micro_batches=1)
+    assert many.memory.activations > 2 * one.memory.activations
+
+
+def test_uneven_micro_batches_count_by_the_largest_that_stand_together() -> None:
+    lengths = int_column([40000] + [64] * 1423)
+    uneven = Documents("uneven", lengths, "batches", (lengths,))
+    found = simulate_step(scenario(policy="wlb", degrees=Degrees(data=1, stage=2), micro_batches=4), uneven, batches=1)
+    even = simulate_step(
+        scenario(degrees=Degrees(data=1, stage=2), micro_batches=4), uniform_documents(32768), batches=1
+    )
+    assert found.memory.activations > 1.05 * even.memory.activations
+
+
+def test_larger_model_takes_longer_and_more_devices_less() -> None:
+    assert run(model=model_shape("llama-34b").with_layers(4)).step_time_s > 1.5 * run().step_time_s
+    wide = run(degrees=Degrees(data=8, tensor=4))
+    assert wide.step_time_s < run().step_time_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"degrees": Degrees(data=2, tensor=5)}, "does not divide the 32 heads .* nearest: tensor=4"),
+        ({"degrees": Degrees(data=2, tensor=16)}, "more than the 8 devices of a node; nearest: tensor=8"),
+        ({"degrees": Degrees(stage=8)}, "needs 8 layers, llama3-8b has 4; nearest: stage=4"),
+        ({"precision": "fp8", "profile": load_profile("a100")}, "no fp8 matrix units"),
+        ({"kernel": "fa9"}, "no attention kernel 'fa9'; expected fa2, fa3, cudnn"),
+    ],
+)
+def test_what_cannot_be_laid_out_names_the_nearest_choice(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_tokens": 0}, "expected at least 1"),
+        ({"speeds": (1.0, 2.0)}, "2 speeds for 8 ranks"),
+        ({"ping_pong": True}, "set it false"),
+        ({"degrees": Degrees(virtual_stages=2)}, "nearest: virtual_stages=1"),
+        ({"degrees": Degrees(stage=4, virtual_stages=2), "micro_batches": 6}, "nearest: micro_batches=8"),
+        ({"degrees": Degrees(stage=2, virtual_stages=2), "policy": "balanced"}, "nearest: virtual_stages=1"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        scenario(**changes)
+
+
+def test_degrees_that_do_not_multiply() -> None:
+    with pytest.raises(UsageError, match="makes 8 devices, the cluster has 16; nearest: data=16"):
+        scenario().check(16)
+    with pytest.raises(UsageError, match="the cluster has 12; nearest: data="):
+        scenario(degrees=Degrees(data=1, tensor=8)).check(12)
+
+
+def test_answer_and_suggestions() -> None:
+    cache = WorkloadCache(MIXED)
+    estimate = simulate_step(scenario(micro_batches=2), cache, batches=2)
+    suggestions = next_configurations(estimate, cache, batches=2, seed=0)
+    values = as_json(estimate, MIXED, suggestions)
+    assert len(values["next"]) == 2
+    assert any("balanced" in s["change"] for s in values["next"])
+    assert values["dominant"] in PARTS
+    assert values["not_modelled"]
+    keys = {"step_time_s", "step_time_band_s", "tokens_per_s_per_device", "mfu", "mfu_causal", "verdict", "dominant",
+            "memory_gib_by_rank_max", "idle_share", "bubble_share", "exposed_comm_share", "not_modelled"}  # fmt: skip
+    assert keys <= set(values)
+
+
+def test_traces_of_sampled_ranks() -> None:
+    cache = WorkloadCache(MIXED)
+    spans = sampled_trace(scenario(policy="balanced", ping_pong=True), cache, ranks=(0, 7))
+    assert set(spans) == {0, 7}
+    assert {"compute", "attention", "transfer"} <= {s.track for s in spans[0]}
+    assert max(s.end_s for s in spans[0]) == pytest.approx(max(s.end_s for s in spans[7]), rel=0.2)
+    stages = pipeline_trace(scenario(degrees=Degrees(data=2, stage=4), micro_batches=4), cache)
+    assert [len(s) for s in stages.values()] == [8] * 4
+
+
+def test_a_step_of_4096_devices_takes_a_second() -> None:
+    """The issue's limit, with room for a busy machine: planning included, one batch."""
+    big = scenario(
+        model=model_shape("llama3-70b"), degrees=Degrees(data=512, tensor=8), policy="balanced", chunk_tokens=32768
+    )
+    cache = WorkloadCache(MIXED)
+    begin = time.process_time()
+    simulate_step(big, cache, batches=1)
+    assert time.process_time() - begin < 3.0
+
+
+def test_computing_again_takes_a_forward_pass_more() -> None:
+    """Forward is a third of token-wise time: repeating it adds a third, half of the layers a sixth."""
+    common = {"sharding": "none", "degrees": Degrees()}
+    times = {r: run(recompute=r, **common) for r in ("none", "alternate", "token_wise", "full")}
+    base = times["none"]
+    token_wise = base.shares["token_wise"] * base.step_time_s
+    attention = base.shares["attention"] * base.step_time_s / (1 + H200.kernel().backward_ratio)
+    added = {r: e.step_time_s - base.step_time_s for r, e in times.items()}
+    assert added["token_wise"] == pytest.approx(token_wise / 3, rel=0.01)
+    assert added["full"] == pytest.approx(token_wise / 3 + attention, rel=0.01)
+    assert added["alternate"] == pytest.approx(added["full"] / 2, rel=0.01)

@@ -1,0 +1,119 @@
+"""Published measurements: the shipped tables are the given ones, errors stay where they are, roles do not mix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from steelyard.errors import UsageError
+from steelyard.simulate.published import cases_of, points_of
+from steelyard.simulate.validate import Comparison, SourceReport, load_tables, ranking, validate
+
+SHIPPED = load_tables()
+
+
+def held_out(name: str, rows: slice = slice(None)) -> SourceReport:
+    content = SHIPPED[name]
+    tables = [{**t, "rows": t["rows"][rows]} for t in content["tables"]]
+    reports = {r.role: r for r in validate({name: {**content, "tables": tables}})}
+    return reports["held_out"]
+
+
+def test_shipped_tables_are_the_published_ones(shared_dir: Path) -> None:
+    given = load_tables(shared_dir / "validation")
+    assert set(given) == set(SHIPPED)
+    for name, content in given.items():
+        for ours, theirs in zip(SHIPPED[name]["tables"], content["tables"], strict=True):
+            for a, b in zip(points_of(ours), theirs["points"], strict=True):
+                known = {k: v for k, v in b.items() if v is not None}
+                assert set(a) == set(known)
+                assert all(a[k] == (pytest.approx(v) if isinstance(v, float) else v) for k, v in known.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("korthikanti_2022_recompute", 7), ("megascale_2024", 6), ("llama3_405b", 9), ("nvidia_nemo_long_sequence", 8),
+     ("mosaicml_llm_foundry_mpt", 9), ("vtrain_a100_multi_node", 9), ("kernel_flash_attention", 6),
+     ("torchtitan", 10.5)],
+)  # fmt: skip
+def test_held_out_errors(name: str, limit: float) -> None:
+    assert held_out(name).as_json()["mean_abs_pct_error"] < limit
+
+
+def test_weak_scaling_in_bf16_is_within_seven_per_cent() -> None:
+    report = held_out("nvidia_dgxc_h100_weak_scaling")
+    errors = [abs(c.error) for c in report.of("time") if "BF16" in c.table]
+    assert len(errors) > 50
+    assert np.mean(errors) < 0.05
+
+
+def test_no_published_out_of_memory_run_is_called_fitting() -> None:
+    report = held_out("burstengine_1m_context")
+    assert sum(report.out_of_memory.values()) > 20
+    assert "fits" not in report.out_of_memory
+
+
+def test_a_wrong_measurement_shows() -> None:
+    """Doubling the measured times must double the error: nothing is looked up."""
+    content = json.loads(json.dumps(SHIPPED["megascale_2024"]))
+    place = content["tables"][0]["columns"].index("step_time_s")
+    for row in content["tables"][0]["rows"]:
+        row[place] *= 2
+    [report] = validate({"megascale_2024": content})
+    assert report.as_json()["mean_abs_pct_error"] > 40
+
+
+def test_every_row_is_compared_or_excluded_with_a_reason() -> None:
+    for name in ("torchtitan", "megascale_2024", "llama3_405b", "nanotron_best_configs"):
+        content = SHIPPED[name]
+        rows = sum(len(t["rows"]) for t in content["tables"])
+        reports = validate({name: content})
+        compared = {(c.table, c.label, i) for r in reports for i, c in enumerate(r.of("time"))}
+        memory_only = [c for r in reports for c in r.of("memory")]
+        excluded = sum(n for r in reports for n in r.excluded.values())
+        assert excluded + max(len(compared), len(memory_only)) <= rows
+        assert all(reason for r in reports for reason in r.excluded)
+
+
+def test_fitted_rows_are_never_in_the_held_out_report() -> None:
+    cases = cases_of("nvidia_dgxc_h100_weak_scaling", SHIPPED["nvidia_dgxc_h100_weak_scaling"])
+    fitted = [c for c in cases if c.role == "fitted"]
+    assert len(fitted) == 8
+    assert {c.scenario.model.name for c in fitted if c.scenario} == {
+        "llama3-8b", "llama3-70b", "nemotron4-15b", "gpt3-175b",
+    }  # fmt: skip
+
+
+def test_ranking() -> None:
+    def row(predicted: float, measured: float) -> Comparison:
+        return Comparison("s", "t", "l", "held_out", "time", predicted, measured, "g")
+
+    assert ranking([row(1, 1), row(2, 2), row(3, 3)]) == 1
+    assert ranking([row(3, 1), row(2, 2), row(1, 3)]) == -1
+    assert ranking([row(1, 1), row(2, 2)]) is None
+
+
+def test_a_further_table_of_the_users_own(tmp_path: Path) -> None:
+    point: dict[str, Any] = {
+        "model": "llama3-8b", "gpu": "H100", "n_gpus": 8, "seq_len": 8192, "micro_batch": 1, "global_batch": 8,
+        "fsdp": 8, "step_time_s": 1.0,
+    }  # fmt: skip
+    table = {"schema": "validation-table/1", "tables": [{"title": "mine", "points": [point, {"n_gpus": 8}]}]}
+    (tmp_path / "mine.json").write_text(json.dumps(table))
+    [report] = validate(load_tables(tmp_path))
+    assert len(report.of("time")) == 1
+    assert list(report.excluded) == ["the model's shape is not stated"]
+
+
+def test_folders_without_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no \*\.json in it"):
+        load_tables(tmp_path)
+    with pytest.raises(UsageError, match="there is no such folder"):
+        load_tables(tmp_path / "none")
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(UsageError, match="has schema None, expected 'validation-table/1'"):
+        load_tables(tmp_path)
