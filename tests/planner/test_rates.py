@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,21 @@ from steelyard.planner.rates import Rate, speeds_of
 rates = st.builds(Rate, st.floats(0, 10), st.floats(1e-9, 1e-6))
 
 
-@given(st.integers(1, 10**12), st.lists(rates, min_size=1, max_size=20))
+@given(
+    st.integers(1, 10),
+    st.lists(rates, min_size=1, max_size=20) | st.integers(1, 9).map(lambda n: [Rate(0.5, 1e-8)] * n),
+)
+def test_next_to_no_work_is_shared_by_those_who_are_first(work: int, measured: list[Rate]) -> None:
+    speeds = speeds_of(work, measured)
+    assert min(speeds) >= 0 and sum(speeds) > 0 and all(map(isfinite, speeds))
+
+
+@pytest.mark.parametrize("measured", [[Rate(0.3, 1e-8)] * 3, [Rate(0.3, 1e-8), Rate(0.1, 3e-8)], [Rate(0.0, 1e-9)]])
+def test_without_work_the_speeds_are_those_at_attention(measured: list[Rate]) -> None:
+    assert speeds_of(0, measured) == tuple(1 / rate.pair_s for rate in measured)
+
+
+@given(st.integers(10**6, 10**12), st.lists(rates, min_size=1, max_size=20))
 def test_ranks_that_compute_end_together_and_others_are_later_anyway(work: int, measured: list[Rate]) -> None:
     speeds = speeds_of(work, measured)
     assert min(speeds) >= 0 and sum(speeds) > 0

@@ -46,17 +46,19 @@ def speeds_of(work_pairs: int, rates: Sequence[Rate]) -> tuple[float, ...]:
         rates: of each rank.
 
     Returns:
-        Numbers >= 0, of which at least one is above 0.
+        Numbers >= 0, of which at least one is above 0; without work, the ranks' speeds at attention.
     """
-    working = list(range(len(rates)))
+    # Ranks by token-wise time: those that are late even without attention are the last ones, so the first ones work.
+    by_time = sorted(range(len(rates)), key=lambda r: (rates[r].token_wise_s, r))
+    working = len(by_time)
     while True:
-        inverse = math.fsum(1 / rates[r].pair_s for r in working)
-        ends_s = (work_pairs + math.fsum(rates[r].token_wise_s / rates[r].pair_s for r in working)) / inverse
-        late = [r for r in working if rates[r].token_wise_s > ends_s]
-        if not late:
+        inverse = math.fsum(1 / rates[r].pair_s for r in by_time[:working])
+        waited = math.fsum(rates[r].token_wise_s / rates[r].pair_s for r in by_time[:working])
+        ends_s = (work_pairs + waited) / inverse
+        if working == 1 or rates[by_time[working - 1]].token_wise_s <= ends_s:
             break
-        working = [r for r in working if r not in set(late)]
+        working -= 1
     pairs = [0.0] * len(rates)
-    for r in working:
-        pairs[r] = (ends_s - rates[r].token_wise_s) / rates[r].pair_s
-    return tuple(pairs) if sum(pairs) > 0 else tuple(1 / rate.pair_s for rate in rates)
+    for r in by_time[:working]:
+        pairs[r] = max(0.0, (ends_s - rates[r].token_wise_s) / rates[r].pair_s)
+    return tuple(pairs) if work_pairs > 0 and sum(pairs) > 0 else tuple(1 / rate.pair_s for rate in rates)

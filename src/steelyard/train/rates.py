@@ -19,7 +19,8 @@ class RateMeter:
         self._rates: deque[Rate] = deque(maxlen=steps)
 
     def add(self, busy_s: float, attention_s: float, work: float, nano_batches: int = 1) -> None:
-        """A step of this rank. A step without attention says nothing and is left out.
+        """A step of this rank. One without attention says nothing of its speed there, so that stays as it was; without
+        any step with attention there is no rate.
 
         Args:
             busy_s: its time, less all waiting.
@@ -28,7 +29,12 @@ class RateMeter:
             nano_batches: into which the step was divided.
         """
         if work > 0 and attention_s > 0:
-            self._rates.append(Rate(max(0.0, busy_s - attention_s) / nano_batches, attention_s / work))
+            pair_s = attention_s / work
+        elif self._rates:
+            pair_s = self._rates[-1].pair_s
+        else:
+            return
+        self._rates.append(Rate(max(0.0, busy_s - attention_s) / nano_batches, pair_s))
 
     @property
     def rate(self) -> Rate | None:
