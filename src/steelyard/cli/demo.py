@@ -71,7 +71,7 @@ def _print(console: Console, figures: dict[str, Any], pictures: Sequence[tuple[s
     table.add_row("tokens per second", f"{packed['tokens_per_s']:.0f}", f"{balanced['tokens_per_s']:.0f}")
     table.add_row("idle share of the processes", f"{packed['idle_share']:.1%}", f"{balanced['idle_share']:.1%}")
     ratio = "work_max_over_mean"
-    table.add_row("attention work, busiest / mean", f"{packed[ratio]:.2f}", f"{balanced[ratio]:.2f}")
+    table.add_row("attention work, busiest / its share", f"{packed[ratio]:.2f}", f"{balanced[ratio]:.2f}")
     table.add_row("loss at the end", f"{packed['loss_last']:.4f}", f"{balanced['loss_last']:.4f}")
     console.print(table)
     console.print(

@@ -30,7 +30,7 @@ def work_per_rank(
 ) -> None:
     """Draw the core-attention work of every rank before and after balancing, side by side on one scale.
 
-    Bars are in multiples of the mean, so any unit of work will do; the pale part above a bar is how long its rank waits
+    Bars are in multiples of the mean, or of each rank's share, so any unit of work will do; the pale part above a bar is how long its rank waits
     for the busiest.
 
     Args:
@@ -57,10 +57,11 @@ def work_per_rank(
     heights = [(a / fair, base / fair) for a in attention]
     totals = [a + b for a, b in heights]
     top = max(float(t.max()) for t in totals)
+    whose = "the mean" if share is None else "its share of the"
     if title is None:
         most = [float(t.max()) for t in totals]
         title = (
-            f"{names[0].capitalize()}, the busiest rank has {most[0]:.2f}× the mean work; {names[1]}, {most[1]:.2f}×"
+            f"{names[0].capitalize()}, the busiest rank has {most[0]:.2f}× {whose} work; {names[1]}, {most[1]:.2f}×"
         )
     with picture(path, height_in=4.2, title=title, note=note) as figure:
         panels = figure.subplots(1, 2, sharey=True)
@@ -70,8 +71,9 @@ def work_per_rank(
             time = "attention time" if token_wise is None else "device time"
             axes.set_title(f"{name}: {waiting:.0%} of {time} is waiting", loc="left", pad=8)
             axes.set_ylim(0, top * 1.14)
-        panels[0].set_ylabel("work of the rank, × mean")
-        draw_work_legend(panels[1], with_base=token_wise is not None)
+        fair_name = "mean" if share is None else "its share"
+        panels[0].set_ylabel(f"work of the rank, × {fair_name}")
+        draw_work_legend(panels[1], with_base=token_wise is not None, fair_name=fair_name)
         figure.align_ylabels()
 
 
@@ -110,7 +112,7 @@ def draw_work_panel(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
 
 
-def draw_work_legend(axes: Axes, *, with_base: bool) -> None:
+def draw_work_legend(axes: Axes, *, with_base: bool, fair_name: str = "mean") -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -118,7 +120,7 @@ def draw_work_legend(axes: Axes, *, with_base: bool) -> None:
     if with_base:
         handles.append(Patch(color=TOKEN_WISE, label="token-wise layers"))
     handles.append(Patch(color=IDLE, label="waiting for the busiest rank"))
-    handles.append(Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label="mean"))
+    handles.append(Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label=fair_name))
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), labelcolor=MUTED)

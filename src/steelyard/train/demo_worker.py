@@ -46,7 +46,8 @@ class DemoProgress:
         console.print(
             f"{config.nproc} processes, two chunks of {config.chunk_tokens} tokens each: Python's own source files, "
             "mixed so that about a third of the chunks is one long file. Each batch runs packed and balanced in turn, "
-            f"up to {config.repeats}× each; the fastest counts.",
+            f"up to {config.repeats}× each; the fastest counts. {config.steps} batches, after one to warm up: two to three "
+            "minutes where nothing else runs.",
         )
         if console.is_terminal:
             self._progress = Progress(
@@ -73,7 +74,7 @@ class DemoProgress:
         packed, balanced = ([run for run in runs[way] if run.batch == batch] for way in WAYS)
         both_s = [batch_time_s(newest, [run.time_s for run in newest]) for newest in (packed, balanced)]
         line = (
-            f"batch {batch:>2}: packed {format_time(both_s[0])} (work {packed[-1].work_max_over_mean:.2f}× mean), "
+            f"batch {batch:>2}: packed {format_time(both_s[0])} (work {packed[-1].work_max_over_mean:.2f}× its share), "
             f"balanced {format_time(both_s[1])} ({balanced[-1].work_max_over_mean:.2f}×), "
             f"loss {balanced[-1].loss:.3f}; speed-up so far {times_s['packed'] / times_s['balanced']:.2f}×"
         )
