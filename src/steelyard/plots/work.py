@@ -30,8 +30,8 @@ def work_per_rank(
 ) -> None:
     """Draw the core-attention work of every rank before and after balancing, side by side on one scale.
 
-    Bars are in multiples of the mean, or of each rank's share, so any unit of work will do; the pale part above a bar is how long its rank waits
-    for the busiest.
+    Bars are in multiples of the mean, or of each rank's share, so any unit of work will do; the pale part above a bar
+    is how long its rank waits for the busiest.
 
     Args:
         before, after: work of each rank, in one unit (pairs or seconds).

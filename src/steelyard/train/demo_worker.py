@@ -46,8 +46,8 @@ class DemoProgress:
         console.print(
             f"{config.nproc} processes, two chunks of {config.chunk_tokens} tokens each: Python's own source files, "
             "mixed so that about a third of the chunks is one long file. Each batch runs packed and balanced in turn, "
-            f"up to {config.repeats}× each; the fastest counts. {config.steps} batches, after one to warm up: two to three "
-            "minutes where nothing else runs.",
+            f"up to {config.repeats}× each; the fastest counts. {config.steps} batches, after one to warm up: two to "
+            "three minutes where nothing else runs.",
         )
         if console.is_terminal:
             self._progress = Progress(
