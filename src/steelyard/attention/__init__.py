@@ -1,7 +1,8 @@
 """Core attention over task tables: one interface, several back ends.
 
 `interface` names the contract and chooses the back end, `reference` is slow and obvious, `cpu` is fast on CPUs, with
-`blocks` and `tiles`; `merge` joins partial results, `tasks` and `local` serve attention that needs no exchange.
+`blocks` and `tiles`, `flash` on CUDA, with `flash_kernels`; `merge` joins partial results, `tasks` and `local` serve
+attention that needs no exchange.
 """
 
 from __future__ import annotations

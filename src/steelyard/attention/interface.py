@@ -14,15 +14,18 @@ from typing import Protocol
 import torch
 
 from steelyard.attention.cpu import CpuBackend
+from steelyard.attention.flash import FlashBackend, check_flash
+from steelyard.attention.flash_kernels import FlashKernels, load_kernels
 from steelyard.attention.reference import ReferenceBackend
 from steelyard.domain.plan import KernelTasks
 from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import UsageError
 
 _LOG = logging.getLogger(__name__)
-NAMES = ("auto", "cpu", "reference")
+NAMES = ("auto", "cpu", "flash", "reference")
 FAST_DEVICES = ("cpu",)
-"""Kinds of devices that have a back end made for them; `reference` runs anywhere, slowly."""
+"""Kinds of devices that are taken without being asked for. "cuda" has a back end too, `flash`, but no run on a GPU
+stands behind it yet, so it is used where a device is named. `reference` runs anywhere, slowly."""
 
 
 class Backend(Protocol):
@@ -90,8 +93,9 @@ def build_backend(
     """Choose a back end and log its name; whatever it could not do is refused here, not in the middle of a run.
 
     Args:
-        name: "cpu" (fast, plain causal), "reference" (slow, everything), or "auto": "cpu" where it can do what is
-            asked, "reference" otherwise.
+        name: "cpu" (fast, plain causal), "flash" (CUDA, kernels of flash-attn or torch), "reference" (slow,
+            everything), or "auto": on CUDA "flash", elsewhere "cpu" where it can do what is asked and "reference"
+            otherwise.
         head_dim, heads, kv_heads: the attention shape of this rank.
         device, dtype: of q, k, v.
         dropout: must be 0: no back end drops attention weights.
@@ -120,11 +124,16 @@ def build_backend(
         raise UsageError(f"attention sink has shape {tuple(sink.shape)}: expected one logit per head, ({heads},)")
     factor = head_dim**-0.5 if scale is None else scale
     kind = torch.device(device).type
-    if kind != "cpu" and name != "reference":
+    if name == "cpu" and kind != "cpu":
         raise UsageError(
-            f"attention back end {name!r} on device {kind!r}: it runs on cpu only; the back ends for CUDA come with "
-            "'flash', until then use device='cpu', or name='reference' for small checks"
+            f"attention back end 'cpu' on device {kind!r}: it runs on cpu only; use name='flash' or 'auto' on cuda, or "
+            "name='reference' for small checks"
         )
+    if name == "flash" or (name == "auto" and kind != "cpu"):
+        kernels = _flash_kernels(torch.device(device))
+        check_flash(kernels, head_dim=head_dim, dtype=dtype, softcap=softcap, sink=sink)
+        _LOG.info("core attention: back end flash by %s (asked for %s) on %s, %s", kernels.name, name, device, dtype)
+        return FlashBackend(kernels, scale=factor, window=window, softcap=softcap)
     stricter = {"window": window, "softcap": softcap, "sink": sink}
     asked = [argument for argument, value in stricter.items() if value is not None]
     if name == "cpu" and asked:
@@ -145,3 +154,23 @@ def build_backend(
         backend = ReferenceBackend(scale=factor, window=window, softcap=softcap, sink=sink)
     _LOG.info("core attention: back end %s (asked for %s) on %s, %s", backend.name, name, kind, dtype)
     return backend
+
+
+def _flash_kernels(device: torch.device) -> FlashKernels:
+    """The kernels for a device that was asked for.
+
+    Raises:
+        UsageError: there are none.
+    """
+    problem = None
+    if device.type != "cuda":
+        problem = "it runs on cuda only; use name='auto' elsewhere"
+    elif not torch.cuda.is_available():
+        problem = "torch finds no such device; use device='cpu', or a machine and a torch build with CUDA"
+    elif torch.version.hip is not None:
+        problem = "its masks are not known to hold on AMD devices"
+    if problem is not None:
+        raise UsageError(
+            f"attention back end 'flash' on device {device.type!r}: {problem}, or name='reference' for small checks"
+        )
+    return load_kernels(torch.cuda.get_device_capability(device))

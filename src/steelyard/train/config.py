@@ -76,7 +76,7 @@ class AttentionConfig:
     """equal: the same share of attention for every rank; measured: the shares with which all ranks end together, from
     each rank's own last steps. Measured runs do not repeat bit for bit. CPU only."""
     backend: str = "auto"
-    """Attention kernels: auto, cpu, or reference (slow, for checks)."""
+    """Attention kernels: auto, cpu, flash (CUDA; never run so far), or reference (slow, for checks)."""
     timeout_s: float = 300.0
     """Longest wait for the other ranks in an exchange, in seconds; then the run ends and names who is missing."""
 
