@@ -15,6 +15,7 @@ import pytest
 
 from steelyard.cli.advise import AdviseFlags
 from steelyard.cli.calibrate import CalibrateFlags
+from steelyard.cli.check import CheckFlags
 from steelyard.cli.data_stats import DataStatsFlags
 from steelyard.cli.demo import DemoFlags
 from steelyard.cli.flags import flag_names
@@ -38,6 +39,7 @@ TRAIN_EXAMPLE = TrainFlags(
 FLAGS = {
     "train": {*flag_names(TrainFlags, TRAIN_EXAMPLE), "--debug"},
     "data stats": {*flag_names(DataStatsFlags), "--debug"},
+    "check": {*flag_names(CheckFlags), "--debug"},
     "plan": {*flag_names(PlanFlags), "--debug"},
     "simulate": {*flag_names(SimulateFlags), "--debug"},
     "advise": {*flag_names(AdviseFlags), "--debug"},

@@ -32,6 +32,12 @@ class Command:
 COMMANDS = (
     Command(("demo",), "steelyard.cli.demo", "train a small model on this machine, packed against balanced"),
     Command(("train",), "steelyard.cli.train", "train on your documents", "CONFIG.toml [--KEY VALUE ...]"),
+    Command(("check",), "steelyard.cli.check", "your model, the same numbers on any number of processes", "[MODEL]"),
+    Command(("plan",), "steelyard.cli.plan", "what planning makes of a workload or of your documents", "WORKLOAD"),
+    Command(("simulate",), "steelyard.cli.simulate", "time and memory of a step, before it runs", "CONFIG.toml"),
+    Command(("advise",), "steelyard.cli.advise", "the best configurations for a model and a cluster", "CONFIG.toml"),
+    Command(("validate",), "steelyard.cli.validate", "the simulator against published measurements"),
+    Command(("calibrate",), "steelyard.cli.calibrate", "measure this machine for the simulator"),
     Command(("data", "stats"), "steelyard.cli.data_stats", "document lengths and the imbalance they cause", "PATH"),
     Command(("version",), "steelyard.cli.version", "versions of Steelyard and of what it runs on"),
 )

@@ -65,8 +65,19 @@ class WorkerPool:
                 raise outcome
         return outcomes
 
-    def run_all(self, function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-        """As `run`, but a worker's failure is returned in its place instead of raised."""
+    def run_all(
+        self,
+        function: Callable[..., Any],
+        ranks: int,
+        *args: Any,
+        timeout_s: float = 120.0,
+        grace_s: float | None = None,
+    ) -> list[Any]:
+        """As `run`, but a worker's failure is returned in its place instead of raised.
+
+        After a failure, workers that have not answered within `grace_s` are given up (`type_name` "GaveUp"): they may
+        wait in a collective for the one that failed. None: they are waited for until the time-out.
+        """
         if not 1 <= ranks <= self.ranks:
             raise ValueError(f"ranks={ranks}, expected 1 … {self.ranks}, the size of the pool")
         self._ensure_started()
@@ -81,6 +92,10 @@ class WorkerPool:
             ready = wait(list(pending), timeout=max(0.0, deadline_s - time.monotonic()))
             if not ready:
                 self.close()
+                if failed and grace_s is not None:
+                    for rank in pending.values():
+                        outcomes[rank] = RemoteError(rank, "GaveUp", "another rank had failed")
+                    return outcomes
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not answer within {timeout_s:g} s")
             for pipe in (pipe for pipe in self._pipes if pipe in ready):
                 rank = pending.pop(pipe)
@@ -91,6 +106,8 @@ class WorkerPool:
                 except Exception as error:  # an answer that cannot be read here; later ones must not be taken for it
                     ok, value = False, (type(error).__name__, f"its answer cannot be read: {error}")
                 outcomes[rank] = value if ok else RemoteError(rank, *value)
+                if not ok and not failed and grace_s is not None:
+                    deadline_s = min(deadline_s, time.monotonic() + grace_s)
                 failed |= not ok
         if failed:
             self.close()

@@ -1,0 +1,101 @@
+"""Verdicts on hand-made measurements: each check fails by its own numbers, and only by those."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from steelyard.check.report import (
+    NAMES,
+    AloneBatch,
+    CheckReport,
+    Difference,
+    RankMeasure,
+    ReferenceMeasure,
+    judge,
+    worst,
+)
+from steelyard.check.request import CheckRequest
+
+# Two ranks with 1 and 9 labels, losses 2.0 and 1.0: 1.1 over the tokens, 1.5 as a mean of means.
+BATCHES = {1: (AloneBatch(10, 1.1, 1.1),), 2: (AloneBatch(1, 2.0, 2.0), AloneBatch(9, 1.0, 1.0))}
+REFERENCE = ReferenceMeasure(1.1, 5.0, BATCHES, (), documents=2, tokens=12, parameters=3)
+RANK = RankMeasure(
+    loss=1.1,
+    gradient=Difference(1e-9, 1e-6, "weight"),
+    leak=Difference(0.0, 1e-5, "outputs"),
+    sees_itself=True,
+    work=40,
+    balanced=True,
+    missing_tokens=0,
+    fingerprint=5.0,
+)
+BY_RANKS = {1: (RANK,), 2: (RANK, replace(RANK, gradient=None))}
+
+
+def verdict(reference: ReferenceMeasure = REFERENCE, **changes: object) -> CheckReport:
+    changed = (replace(RANK, **changes), BY_RANKS[2][1])  # type: ignore[arg-type]
+    return judge(CheckRequest(ranks=(2,)), reference, {1: BY_RANKS[1], 2: changed})
+
+
+def failed(report: CheckReport) -> list[str]:
+    return [result.name for result in report.results if not result.passed]
+
+
+def test_sound() -> None:
+    report = verdict()
+    assert report.passed and failed(report) == []
+    assert [result.name for result in report.results] == list(NAMES)
+    assert [set(check) for check in report.as_json()["checks"]] == [{"name", "passed", "max_abs_diff", "tolerance"}] * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"loss": 1.5}, ["rank_count_invariance", "token_weighted_loss"]),
+        ({"gradient": Difference(2e-6, 1e-6, "weight")}, ["rank_count_invariance"]),
+        ({"gradient": Difference(math.nan, 1e-6, "weight")}, ["rank_count_invariance"]),
+        ({"missing_tokens": 3}, ["rank_count_invariance"]),
+        ({"leak": Difference(2e-5, 1e-5, "outputs")}, ["document_isolation"]),
+        ({"leak": Difference(math.nan, 1e-5, "outputs")}, ["document_isolation"]),
+        ({"work": 45}, ["balance"]),
+        ({"work": 36}, ["balance"]),
+    ],
+)
+def test_faulty(changes: dict[str, object], names: list[str]) -> None:
+    assert failed(verdict(**changes)) == names
+
+
+def test_the_tolerance_of_balance_itself_is_kept() -> None:
+    by_ranks = {1: BY_RANKS[1], 2: (replace(RANK, work=21), replace(RANK, work=19))}
+    assert judge(CheckRequest(ranks=(2,)), REFERENCE, by_ranks).passed
+    by_ranks = {1: BY_RANKS[1], 2: (replace(RANK, work=22), replace(RANK, work=19))}
+    assert failed(judge(CheckRequest(ranks=(2,)), REFERENCE, by_ranks)) == ["balance"]
+
+
+def test_a_wrong_loss_of_one_batch() -> None:
+    wrong = {1: BATCHES[1], 2: (BATCHES[2][0], AloneBatch(9, 1.0, 1.2))}
+    report = verdict(replace(REFERENCE, batches=wrong, findings=("rank 1 of 2: a label",)))
+    assert failed(report) == ["label_shift"]
+    assert report.results[3].finding == "rank 1 of 2: a label"
+    assert report.results[3].max_abs_diff == pytest.approx(0.2)
+    assert report.results[3].where == "documents of rank 1 of 2"
+
+
+def test_outputs_that_depend_on_nothing() -> None:
+    blind = replace(RANK, sees_itself=False)
+    report = judge(CheckRequest(ranks=(2,)), REFERENCE, {1: BY_RANKS[1], 2: (blind, blind)})
+    assert failed(report) == ["document_isolation"]
+    assert "attention sees nothing" in report.results[1].finding
+    one_rank_holds_single_tokens = {1: BY_RANKS[1], 2: (blind, RANK)}
+    assert judge(CheckRequest(ranks=(2,)), REFERENCE, one_rank_holds_single_tokens).passed
+
+
+def test_the_worst_is_by_what_is_allowed() -> None:
+    small, large = Difference(2e-6, 1e-6, "small"), Difference(0.5, 1.0, "large")
+    assert worst([small, large]) == small
+    assert worst([small, Difference(math.nan, 1.0, "none")]).where == "none"
+    assert Difference(0.0, 0.0, "nothing").ratio == 0.0
+    assert Difference(1e-30, 0.0, "something").ratio == math.inf
