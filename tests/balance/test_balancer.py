@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from steelyard.attention import core_attention_reference
-from steelyard.balance import Balancer, Kernel
+from steelyard.balance import Balancer, Kernel, NanoBatchPlan
+from steelyard.domain.layout import Layout
 from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import UsageError
 
@@ -95,6 +100,194 @@ def test_alternate_runs_two_forward_passes_in_turn() -> None:
     outs = balancer.alternate([lambda attention: attention(q, k, v), lambda _: balancer.attention(q, k, v)], plans)
     assert torch.allclose(outs[0], core_attention_reference(q, k, v, LENGTHS), atol=1e-12)
     assert torch.allclose(outs[1], core_attention_reference(q, k, v, LENGTHS[::-1]), atol=1e-12)
+
+
+def test_whatever_is_planned_comes_after_what_was_handed_over_early() -> None:
+    """Shards too: on a thread of their own they might come before it on one rank and after it on another."""
+
+    class Watched(Balancer):
+        def plan_layout(self, layout: Layout, index: int = 0, **options: Any) -> NanoBatchPlan:
+            threads.append(threading.current_thread().name)
+            return super().plan_layout(layout, index, **options)
+
+    threads: list[str] = []
+    balancer = Watched(shape=AttentionShape(4, 2, 8))
+    balancer.plan_shards([(0, 0, 5)])
+    ahead = balancer.prefetch([LENGTHS])
+    assert balancer.plan_shards([(0, 0, 5)]).step == 2 and ahead.result(10).step == 1
+    assert threads == [threading.current_thread().name, "steelyard-plan", "steelyard-plan"]
+    balancer.close()
+    assert balancer.plan([LENGTHS]).step == 3, "and without the thread again"
+
+
+def test_what_begin_was_told_is_not_taken_for_documents_given_before() -> None:
+    q, k, v = qkv()
+    balancer = Balancer()
+    balancer.attention(q, k, v, doc_lens=LENGTHS)
+    balancer.begin(doc_lens=[sum(LENGTHS)])
+    out = balancer.attention(q, k, v, doc_lens=LENGTHS)
+    assert torch.allclose(out, core_attention_reference(q, k, v, LENGTHS), atol=1e-12)
+
+
+def test_a_window_is_planned_once_for_a_plan() -> None:
+    class Counting(Balancer):
+        planned = 0
+
+        def plan_layout(self, layout: Layout, index: int = 0, **options: Any) -> NanoBatchPlan:
+            self.planned += 1
+            return super().plan_layout(layout, index, **options)
+
+    q, k, v = qkv()
+    balancer = Counting(shape=AttentionShape(4, 2, 8))
+    plan = balancer.plan([LENGTHS]).nano_batches[0]
+    for softcap in (None, 2.0):
+        for window in (3, 5, 3):
+            out = balancer.begin(plan=plan)(q, k, v, kernel=Kernel(window=window, softcap=softcap))
+            expected = core_attention_reference(q, k, v, LENGTHS, window=window, softcap=softcap)
+            assert torch.allclose(out, expected, atol=1e-12)
+    assert balancer.planned == 3, "the step, and two windows of it"
+    del plan
+    balancer.begin(doc_lens=LENGTHS)
+    assert not balancer._windowed, "and forgotten with it"
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_the_query_s_own_key_is_refused(window: int) -> None:
+    q, k, v = qkv()
+    with pytest.raises(UsageError, match=f"window={window}: expected at least 1"):
+        Balancer(window=window)
+    balancer = Balancer(window=3)
+    with pytest.raises(UsageError, match=f"window={window}: expected at least 1"):
+        balancer.attention(q, k, v, doc_lens=LENGTHS, window=window)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("layer", [0, None])
+def test_a_layer_run_again_that_may_be_one_of_two_passes_is_refused(use_reentrant: bool, layer: int | None) -> None:
+    q, k, v = qkv()
+    balancer = Balancer(shape=AttentionShape(4, 2, 8))
+    plans = [balancer.plan([lengths]).nano_batches[0] for lengths in (LENGTHS, LENGTHS[::-1])]
+
+    def run(attention: Any) -> torch.Tensor:
+        return checkpoint(lambda x: attention(x.sin(), k, v, layer=layer).cos(), q, use_reentrant=use_reentrant)
+
+    def both(named: bool) -> list[torch.Tensor]:
+        outs = []
+        for plan in plans:
+            begun = balancer.begin(plan=plan)
+            outs.append(run(begun if named else balancer.attention))
+        return outs
+
+    for first in (0, 1):  # also the one begun last: nothing says that it is the one
+        outs = both(named=False)
+        with pytest.raises(UsageError, match=r"begun last 1 more wait for backward.*object that begin returned"):
+            outs[first].sum().backward()
+        balancer = Balancer(shape=AttentionShape(4, 2, 8))
+    q.grad = None
+    out, other = both(named=True)
+    (out.sum() + 2 * other.sum()).backward()
+    expected = core_attention_reference(q.sin(), k, v, LENGTHS).cos().sum()
+    expected = expected + 2 * core_attention_reference(q.sin(), k, v, LENGTHS[::-1]).cos().sum()
+    assert q.grad is not None
+    assert torch.allclose(q.grad, torch.autograd.grad(expected, q)[0], atol=1e-11)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_passes_that_end_one_by_one_are_told_apart(use_reentrant: bool, frozen: bool) -> None:
+    """With `frozen`, no graph holds a call of attention: q, k and v need no gradient, only what comes after does."""
+    q, k, v = qkv()
+    weight = torch.ones(8, dtype=q.dtype, requires_grad=True)
+    if frozen:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    balancer = Balancer(shape=AttentionShape(4, 2, 8))
+    for lengths in (LENGTHS, LENGTHS[::-1], LENGTHS):
+        plan = balancer.plan([lengths]).nano_batches[0]
+        with torch.no_grad():  # an evaluation in between does not count
+            balancer.begin(plan=plan)
+            balancer.attention(q, k, v, layer=0)
+        balancer.begin(plan=plan)
+        weight.grad = q.grad = None
+        out = checkpoint(
+            lambda x, w: (balancer.attention(x.sin(), k, v, layer=0) * w).sin(), q, weight, use_reentrant=use_reentrant
+        )
+        out.sum().backward()
+        expected = (core_attention_reference(q.sin(), k, v, lengths) * weight).sin().sum()
+        wanted = torch.autograd.grad(expected, [weight] if frozen else [weight, q])
+        for one, other in zip([weight.grad, q.grad], wanted, strict=False):
+            assert one is not None and torch.allclose(one, other, atol=1e-11)
+    balancer.begin(plan=plan)
+    assert len(balancer._in_flight) == 1, "what has ended is forgotten"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_two_passes_that_leave_no_trace_in_the_graph_are_refused_as_well(use_reentrant: bool) -> None:
+    q, k, v = (tensor.detach() for tensor in qkv())
+    weight = torch.ones(8, dtype=q.dtype, requires_grad=True)
+    balancer = Balancer(shape=AttentionShape(4, 2, 8))
+    outs = []
+    for lengths in (LENGTHS, LENGTHS[::-1]):
+        balancer.begin(doc_lens=lengths)
+        outs.append(
+            checkpoint(lambda w: (balancer.attention(q, k, v, layer=0) * w).sin(), weight, use_reentrant=use_reentrant)
+        )
+    with pytest.raises(UsageError, match="1 more wait for backward"):
+        outs[0].sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("older_pass", [True, False])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_alternated_passes_under_checkpointing_go_by_their_own_object(
+    use_reentrant: bool, older_pass: bool, halves: int
+) -> None:
+    q, k, v = qkv()
+    all_lengths = [LENGTHS[::-1], LENGTHS][:halves]
+    balancer = Balancer(shape=AttentionShape(4, 2, 8))
+    plans = balancer.plan(all_lengths).nano_batches
+    if older_pass:
+        balancer.attention(q, k, v, doc_lens=LENGTHS)
+
+    def run(attention: Any) -> torch.Tensor:
+        return checkpoint(lambda x: attention(x.sin(), k, v, layer=0).cos(), q, use_reentrant=use_reentrant)
+
+    outs = balancer.alternate([lambda _: run(balancer.attention)] * halves, plans)
+    with pytest.raises(UsageError, match="that alternate handed to forward"):
+        sum(out.sum() for out in outs).backward()
+    q.grad = None
+    sum(out.sum() for out in balancer.alternate([run] * halves, plans)).backward()
+    expected = sum(core_attention_reference(q.sin(), k, v, lengths).cos().sum() for lengths in all_lengths)
+    assert torch.allclose(q.grad, torch.autograd.grad(expected, q)[0], atol=1e-11)
+
+
+def test_documents_given_in_the_layer_itself_are_those_of_the_pass() -> None:
+    """Two steps before backward, each told its documents where it is run: nothing is guessed."""
+    q, k, v = qkv()
+    balancer = Balancer()
+    both = (list(LENGTHS), LENGTHS[::-1])
+    outs = [
+        checkpoint(
+            lambda x, n=lengths: balancer.attention(x.sin(), k, v, doc_lens=n, layer=0).cos(), q, use_reentrant=False
+        )
+        for lengths in both
+    ]
+    (grad,) = torch.autograd.grad(outs[0].sum() + 2 * outs[1].sum(), q)
+    expected = [core_attention_reference(q.sin(), k, v, lengths).cos().sum() for lengths in both]
+    assert torch.allclose(grad, torch.autograd.grad(expected[0] + 2 * expected[1], q)[0], atol=1e-11)
+
+
+def test_attention_at_the_end_of_a_checkpoint_is_answered_too() -> None:
+    """Its own backward is then what asks for the layer once more."""
+    q, k, v = qkv()
+    balancer = Balancer(shape=AttentionShape(4, 2, 8))
+    nano = balancer.begin(doc_lens=LENGTHS)
+    out = checkpoint(lambda x: nano(x.sin(), k, v, layer=0), q, use_reentrant=False)
+    (grad,) = torch.autograd.grad((out * out).sum(), q, retain_graph=True)
+    expected = core_attention_reference(q.sin(), k, v, LENGTHS)
+    assert torch.allclose(grad, torch.autograd.grad((expected * expected).sum(), q)[0], atol=1e-11)
+    assert (nano.entries, nano.answers) == (1, 1)
+    with pytest.raises(UsageError, match="backward ran twice"):
+        torch.autograd.grad((out * out).sum(), q)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

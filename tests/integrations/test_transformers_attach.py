@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import transformers_ranks as tiny_models
 import steelyard.integrations.transformers as st
 from steelyard.errors import UsageError
 
+attach_module = importlib.import_module("steelyard.integrations.transformers.attach")
 LENGTHS = (5, 3, 4)
 DOCS = [tiny_models.tokens_of(i, n) for i, n in enumerate(LENGTHS)]
 
@@ -188,11 +191,57 @@ def test_plans_made_ahead_are_the_same() -> None:
     assert [float(model(**batch).loss) for batch in ahead] == expected
 
 
-def test_attaching_twice_and_copies() -> None:
+def test_all_steps_are_reported() -> None:
     model = tiny_models.tiny()
     attached = st.attach(model)
-    with pytest.raises(UsageError, match="attached already"):
-        st.attach(model)
+    batches = [st.collate(DOCS[:count]) for count in (1, 2)]
+    for batch in attached.prefetch(batches):
+        model(**batch)
+        assert batch["steelyard_plan"].label_count
+    assert attached.report._steps == 2
+    attached.plan(batches[0])
+    model(**batches[0])
+    assert attached.report._steps == 4
+    attached.evaluate(batches)
+    assert attached.report._steps == 6
+
+
+def test_an_error_in_evaluation_leaves_the_model_training() -> None:
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    model.train()
+
+    def batches() -> Iterator[dict[str, Any]]:
+        yield st.collate(DOCS)
+        raise OSError("shard 3 is gone")
+
+    with pytest.raises(OSError, match="shard 3"):
+        attached.evaluate(batches())
+    assert model.training
+    given = attached.prefetch(batches())
+    assert next(given)["steelyard_plan"].label_count == 9, "what was read before is still handed out"
+    with pytest.raises(OSError, match="shard 3"):
+        next(given)
+
+
+def test_alone_a_rank_computes_as_it_does_with_others() -> None:
+    model = tiny_models.tiny(dtype=torch.float64)
+    attached = st.attach(model, backend="reference", memory="resend", tolerance=0.2)
+    with attached.local():
+        alone = attached._balancer()
+        assert float(model(**st.collate(DOCS)).loss) > 0
+    own = attached.balancer
+    assert alone is not own and (alone.memory, alone.tolerance, alone.ranks) == ("resend", 0.2, 1)
+    assert alone.backend.name == own.backend.name == "reference" and alone._dtype == torch.float64
+
+
+def test_attaching_twice_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    with monkeypatch.context() as no_groups:  # refused before anything collective
+        no_groups.setattr(attach_module, "Balancer", lambda *_, **__: pytest.fail("a balancer was made"))
+        with pytest.raises(UsageError, match="attached already"):
+            st.attach(model)
     twin = copy.deepcopy(model)
     batch = st.collate(DOCS)
     assert torch.equal(twin(**batch).logits, model(**batch).logits)

@@ -80,3 +80,9 @@ def test_what_is_not_attached_or_given_twice() -> None:
         together(halves=[batch, batch], **batch)
     with pytest.raises(UsageError, match="1 halves"):
         together(halves=[batch])
+    with pytest.raises(UsageError, match="without input_ids; give"):
+        together()
+    embeds = {"inputs_embeds": torch.zeros(1, 12, 32), "labels": batch["labels"]}
+    for given in (embeds, {"halves": [batch, embeds]}):
+        with pytest.raises(UsageError, match=r"without input_ids \(inputs_embeds cannot be split\)"):
+            together(**given)

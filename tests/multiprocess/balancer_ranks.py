@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ranks as on_rank
@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from steelyard.balance import Balancer
 from steelyard.domain.layout import Layout
+from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import SteelyardError
+from steelyard.planner.rates import Rate
 
 
 def attention(
@@ -59,3 +61,51 @@ def come_for_different_things(rank: int, ranks: int, group: dist.ProcessGroup) -
     except SteelyardError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+SETTINGS: dict[str, Sequence[Any]] = {
+    "tolerance": (0.05, 0.1), "policy": ("balanced", "packed"), "window": (None, 7), "row_keys": (0, 3),
+    "speeds": ((1.0, 1.0), (1.0, 2.0)), "memory": ("keep", "resend"), "shape": (on_rank.SHAPE, AttentionShape(8, 2, 8)),
+}  # fmt: skip
+"""What may differ between two ranks, and two values of it."""
+
+
+def differ_in_a_setting(rank: int, ranks: int, group: dist.ProcessGroup) -> dict[str, str]:
+    """By setting, what planning says when rank 1 has another value than rank 0."""
+    said = {}
+    for name, values in SETTINGS.items():
+        balancer = Balancer(group, **{"shape": on_rank.SHAPE, name: values[rank]}, planning_group=group, timeout_s=10)
+        said[name] = error_of(lambda b=balancer: b.plan([[5]]))
+    balancer = Balancer(group, shape=on_rank.SHAPE, planning_group=group, timeout_s=10)
+    said["reorder"] = error_of(lambda: balancer.plan([[5], [3]], reorder=rank == 1))
+    said["shards"] = error_of(lambda: balancer.plan_shards([(rank, 0, 5)]))
+    # A rank without work has not measured how fast it is: all learn that, and plan by the balancer's speeds.
+    said["rate"] = error_of(lambda: balancer.plan([[5]], rate=Rate(0.1, 1e-6) if rank == 0 else None))
+    return said
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except SteelyardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def order(
+    rank: int, ranks: int, group: dist.ProcessGroup, lengths: Sequence[Sequence[Sequence[int]]], ahead: bool
+) -> dict[str, Any]:
+    """Orders and work of a step, by what a query costs and by measured rates, planned at once or ahead."""
+    found: dict[str, Any] = {}
+    for row_keys in (0, 17):
+        balancer = Balancer(group, shape=on_rank.SHAPE, row_keys=row_keys, planning_group=group, timeout_s=10)
+        for how, rate in (("equal", None), ("measured", Rate(0.0, [4e-6, 1e-6][rank]))):
+            given = {"rate": rate, "reorder": True}
+            step = (
+                balancer.prefetch(lengths[rank], **given).result() if ahead else balancer.plan(lengths[rank], **given)
+            )
+            found[f"{how} {row_keys}"] = (
+                step.order, [nano.work_by_server.tolist() for nano in step.nano_batches], str(step.notes),
+            )  # fmt: skip
+        balancer.close()
+    return found

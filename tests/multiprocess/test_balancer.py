@@ -65,3 +65,24 @@ def test_makes_its_own_planning_group(pool: WorkerPool) -> None:
 def test_ranks_that_come_for_different_things_all_say_so(pool: WorkerPool) -> None:
     for text in pool.run(on_balancer.come_for_different_things, 2):
         assert text.startswith("UsageError: planning of step 0: ranks came with documents (0), shards (1)")
+
+
+def test_ranks_with_other_settings_all_say_so(pool: WorkerPool) -> None:
+    one, other = pool.run(on_balancer.differ_in_a_setting, 2)
+    assert one == other
+    assert one.pop("shards") == one.pop("rate") == "no error"
+    for name, (first, second) in {**on_balancer.SETTINGS, "reorder": (False, True)}.items():
+        text = f"{name} is {first} on rank 0 and {second} on rank 1; give every rank the same"
+        assert one.pop(name).startswith("UsageError: planning of step ") and text in other[name]
+    assert not one
+
+
+def test_a_step_planned_ahead_is_ordered_by_the_same_work_and_speeds(pool: WorkerPool) -> None:
+    lengths = [[[100], [10] * 30], [[10] * 30, [100]]]
+    at_once, ahead = (pool.run(on_balancer.order, 2, lengths, early) for early in (False, True))
+    assert at_once == ahead
+    assert [result["equal 0"][0] for result in at_once] != [(0, 1)] * 2, "the long documents belong together"
+    assert [result["equal 17"][0] for result in at_once] == [(0, 1)] * 2, "with what a query costs, all are alike"
+    for row_keys in (0, 17):
+        for slow, fast in at_once[0][f"measured {row_keys}"][1]:
+            assert fast / slow == pytest.approx(4, rel=0.1)

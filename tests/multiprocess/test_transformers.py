@@ -151,6 +151,25 @@ def test_what_only_some_ranks_do(pool: WorkerPool) -> None:
     assert [one["ragged"], other["ragged"]] == pytest.approx([expected] * 2, rel=1e-6)
 
 
+def test_a_rank_that_cannot_read_tells_the_others_whatever_the_error(pool: WorkerPool) -> None:
+    one, other = pool.run(on_rank.one_rank_cannot_read, 2)
+    own = {
+        "prefetch": (2, "OSError: shard 3 is gone"),
+        "evaluate": (2, "OSError: shard 3 is gone"),
+        "plan": (0, "AttributeError: 'int' object"),
+        "embeds": (0, "UsageError: PingPong: a batch without input_ids (inputs_embeds cannot be split)"),
+        "halves": (0, "UsageError: PingPong: a batch without input_ids (inputs_embeds cannot be split)"),
+    }
+    for way, (computed, says) in own.items():
+        assert other[way][0] == computed == one[way][0], "both computed what came before"
+        assert other[way][1].startswith(says)
+        said = says.removeprefix("UsageError: ")
+        assert one[way][1].startswith(f"PeerError: rank 1 cannot take the step: {said}")
+        assert one[way][2] and other[way][2], "and the model is left in training mode"
+    for found in (one, other):
+        assert found["counted ahead"] == 3 and found["counted after evaluation"] == 6
+
+
 def test_a_rank_without_documents_and_one_without_labels(pool: WorkerPool) -> None:
     results = pool.run(on_rank.masked_and_empty, 3)
     loss, gradients = on_rank.one_by_one([[20]], "llama")

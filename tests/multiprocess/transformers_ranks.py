@@ -7,7 +7,7 @@ same step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -275,6 +275,56 @@ def one_rank_evaluates(rank: int, ranks: int, group: dist.ProcessGroup) -> dict[
     with torch.no_grad():
         found["together"] = float(model(**batch).loss)
     found["ragged"] = attached.evaluate(iter([batch] * (3 if rank == 0 else 1)))
+    attached.balancer.close()
+    return found
+
+
+def broken_batches(broken: bool) -> Iterator[dict[str, Any]]:
+    """Two batches; a rank whose data is broken fails where the third is due, with an error that is not ours."""
+    for number in range(2):
+        yield st.collate([tokens_of(number, 9), tokens_of(7, 4)])
+    if broken:
+        raise OSError("shard 3 is gone")
+    yield st.collate([tokens_of(2, 9)])
+
+
+def one_rank_cannot_read(rank: int, ranks: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Rank 1 fails in every way of going through batches; how many were computed before, and what is said."""
+    model = tiny()
+    attached = st.attach(model, group, tolerance=0.0, timeout_s=20, planning_group=group)
+    computed: list[str] = []
+    model.register_forward_hook(lambda *_: computed.append("step"))
+
+    def train() -> None:
+        for batch in attached.prefetch(broken_batches(rank == 1)):
+            model(**batch).loss.backward()
+
+    def attempt(call: Callable[[], object]) -> tuple[int, str, bool]:
+        computed.clear()
+        model.train()
+        try:
+            call()
+        except (SteelyardError, OSError, AttributeError) as error:
+            return len(computed), f"{type(error).__name__}: {error}", model.training
+        return len(computed), "no error", model.training
+
+    batch = st.collate([tokens_of(0, 9), tokens_of(7, 4)])
+    embeds = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach(), "labels": batch["labels"]}
+    not_a_batch = {"input_ids": batch["input_ids"], "position_ids": 3} if rank == 1 else batch
+    found = {
+        "prefetch": attempt(train),
+        "evaluate": attempt(lambda: attached.evaluate(broken_batches(rank == 1))),
+        "plan": attempt(lambda: attached.plan(not_a_batch)),
+        "embeds": attempt(lambda: st.PingPong(model)(**(embeds if rank == 1 else batch))),
+        "halves": attempt(lambda: st.PingPong(model)(halves=[batch, embeds if rank == 1 else batch])),
+    }
+    attached.report.take()
+    steps = [dict(batch) for batch in attached.prefetch(broken_batches(False))]
+    for batch in steps:
+        model(**batch).loss.backward()
+    found["counted ahead"] = attached.report._steps
+    attached.evaluate(broken_batches(False))
+    found["counted after evaluation"] = attached.report._steps
     attached.balancer.close()
     return found
 

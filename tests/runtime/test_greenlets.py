@@ -115,3 +115,9 @@ def test_modes_that_two_halves_cannot_share_are_refused() -> None:
 def test_number_of_halves() -> None:
     with pytest.raises(UsageError, match="3 nano-batches at once"):
         alternate([lambda turn: None] * 3)
+
+
+def test_a_torch_that_hides_its_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    with pytest.raises(UsageError, match="does not tell which saved-tensor hooks are set"):
+        alternate([lambda turn: turn()])

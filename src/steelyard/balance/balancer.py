@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from steelyard.attention import build_backend
 from steelyard.attention.interface import Backend
+from steelyard.balance.agreement import Message, gather
+from steelyard.balance.background import Background
 from steelyard.balance.chunk_order import orders_of
+from steelyard.balance.in_flight import InFlight, in_backward
 from steelyard.balance.nano_batch import Kernel, NanoBatchAttention
 from steelyard.balance.plans import NanoBatchPlan, StepPlan
 from steelyard.collectives import Exchange, Progress, twin_group
@@ -26,7 +30,7 @@ from steelyard.cost.attention import pairs_before_array
 from steelyard.domain.layout import Layout
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
-from steelyard.errors import PeerError, UsageError, first_line
+from steelyard.errors import UsageError
 from steelyard.observe.meter import Meter
 from steelyard.planner import make_plan
 from steelyard.planner.rates import Rate, speeds_of
@@ -98,6 +102,7 @@ class Balancer:
             raise UsageError(f"Balancer: tolerance={tolerance}, expected a number >= 0 such as 0.05")
         if memory not in get_args(Memory):
             raise UsageError(f"Balancer: memory={memory!r}, expected one of {', '.join(get_args(Memory))}")
+        plain = Kernel(window=window)
         self.shape, self.tolerance, self.policy = shape, tolerance, policy
         self.window, self.memory, self.row_keys = window, memory, row_keys
         self.topology = Topology(self.ranks, speeds=tuple(speeds))
@@ -108,7 +113,7 @@ class Balancer:
         self._backends: dict[Any, Backend] = {}
         self._arenas: dict[torch.device, Arena] = {}
         if shape is not None:
-            self.check(Kernel(window=window), shape)
+            self.check(plain, shape)
         self.planning_group = planning_group
         if self.ranks > 1 and planning_group is None:
             self.planning_group = twin_group(group, "gloo", timeout_s)
@@ -119,8 +124,10 @@ class Balancer:
         self.exchange = Exchange(group, progress=self.progress, timeout_s=timeout_s, meter=self.meter)
         self._planned_steps = 0
         self._planning = threading.Lock()
-        self._planner: ThreadPoolExecutor | None = None
+        self._planner: Background | None = None
+        self._windowed: WeakKeyDictionary[NanoBatchPlan, dict[int, NanoBatchPlan]] = WeakKeyDictionary()
         self._current: NanoBatchAttention | None = None
+        self._in_flight: list[InFlight] = []
         self._given: tuple[Any, tuple[Any, ...]] | None = None
         self._halves: dict[int, NanoBatchAttention] = {}
 
@@ -143,6 +150,14 @@ class Balancer:
             UsageError: none can; names the argument.
         """
         return self._backend_of(kernel, shape, self._dtype, self.device).name
+
+    def alone(self) -> Balancer:
+        """A balancer for this rank without the others, that computes as this one does."""
+        return Balancer(
+            shape=self.shape, tolerance=self.tolerance, policy=self.policy, backend=self._backend_name,
+            dtype=self._dtype, device=self.device, window=self.window, row_keys=self.row_keys, memory=self.memory,
+            meter=self.meter,
+        )  # fmt: skip
 
     # Planning: collective, over the planning group.
 
@@ -167,45 +182,58 @@ class Balancer:
 
         Raises:
             PeerError: a rank did not come to plan within the time-out.
-            UsageError: the ranks do not do the same thing, or no shape is known yet.
+            UsageError: the ranks do not do the same thing, have other settings, or no shape is known yet.
         """
-        if self._planner is not None:
-            return self._planner.submit(self._plan_now, doc_lengths_by_nano_batch, note, rate, reorder).result()
-        return self._plan_now(doc_lengths_by_nano_batch, note, rate, reorder)
+        return self._in_order(lambda: self._plan_now(doc_lengths_by_nano_batch, note, rate, reorder))
 
-    def prefetch(self, doc_lengths_by_nano_batch: Sequence[Sequence[int]], note: Any = None) -> Future[StepPlan]:
+    def prefetch(
+        self,
+        doc_lengths_by_nano_batch: Sequence[Sequence[int]],
+        note: Any = None,
+        *,
+        rate: Rate | None = None,
+        reorder: bool = False,
+    ) -> Future[StepPlan]:
         """As `plan`, on a background thread; calls are worked off in order. Hand lengths over a step early, on every
         rank, and planning costs the step nothing."""
         if self._planner is None:
-            self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steelyard-plan")
+            self._planner = Background("steelyard-plan")
         lengths = [[int(n) for n in nano_batch] for nano_batch in doc_lengths_by_nano_batch]
-        return self._planner.submit(self._plan_now, lengths, note)
+        return self._planner.submit(lambda: self._plan_now(lengths, note, rate, reorder))
+
+    def _in_order(self, plan: Callable[[], StepPlan]) -> StepPlan:
+        """Plan now, or after what was handed over before: every rank must plan in the same order."""
+        return plan() if self._planner is None else self._planner.submit(plan).result()
 
     def _plan_now(
         self,
         doc_lengths_by_nano_batch: Sequence[Sequence[int]],
         note: Any,
-        rate: Rate | None = None,
-        reorder: bool = False,
+        rate: Rate | None,
+        reorder: bool,
     ) -> StepPlan:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            own = ([[int(n) for n in lengths] for lengths in doc_lengths_by_nano_batch], (note, rate))
-            messages = self._gather("documents", own, step)
-            rounds = max(len(lengths) for lengths, _ in messages)
-            by_rank = [[*lengths, *[[]] * (rounds - len(lengths))] for lengths, _ in messages]
-            speeds = self.topology.speeds
-            notes, rates = zip(*(said for _, said in messages), strict=True)
-            orders = orders_of(by_rank, self.window) if reorder else [list(range(rounds))] * self.ranks
+            own = [[int(n) for n in lengths] for lengths in doc_lengths_by_nano_batch]
+            messages = self._gather("documents", own, (note, rate), step, reorder=reorder)
+            rounds = max(len(said.content) for said in messages)
+            by_rank = [[*said.content, *[[]] * (rounds - len(said.content))] for said in messages]
+            notes, rates = zip(*(said.note for said in messages), strict=True)
+
+            def speeds(work: int) -> Sequence[float]:
+                return self.topology.speeds if None in rates else speeds_of(work, rates)
+
+            orders = [list(range(rounds))] * self.ranks
+            if reorder:
+                orders = orders_of(by_rank, self.window, row_keys=self.row_keys, speeds=speeds)
             nano_batches = []
             for index in range(rounds):
                 own_index = [order[index] for order in orders]
                 layout = Layout.from_doc_lengths([lengths[i] for lengths, i in zip(by_rank, own_index, strict=True)])
-                if None not in rates:
-                    pairs = pairs_before_array(layout.doc_lengths, self.window)
-                    speeds = speeds_of(int((pairs + self.row_keys * layout.doc_lengths).sum()), rates)
-                nano_batches.append(self.plan_layout(layout, index, step=step, speeds=speeds))
+                pairs = pairs_before_array(layout.doc_lengths, self.window)
+                work = int((pairs + self.row_keys * layout.doc_lengths).sum())
+                nano_batches.append(self.plan_layout(layout, index, step=step, speeds=speeds(work)))
             return StepPlan(tuple(nano_batches), notes, step, tuple(orders[self.rank]))
 
     def plan_shards(self, shards: Shards, note: Any = None) -> StepPlan:
@@ -217,14 +245,17 @@ class Balancer:
         Raises:
             PeerError, UsageError: as `plan`; or the shards do not cover every document once.
         """
+        return self._in_order(lambda: self._plan_shards_now(shards, note))
+
+    def _plan_shards_now(self, shards: Shards, note: Any) -> StepPlan:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            own = ([tuple(int(n) for n in shard) for shard in shards], note)
-            messages = self._gather("shards", own, step)
-            table = [(*shard, rank) for rank, (given, _) in enumerate(messages) for shard in given]
+            own = [tuple(int(n) for n in shard) for shard in shards]
+            messages = self._gather("shards", own, note, step)
+            table = [(*shard, rank) for rank, said in enumerate(messages) for shard in said.content]
             nano_batch = self.plan_layout(_layout_of(table, self.ranks), step=step)
-            return StepPlan((nano_batch,), tuple(note for _, note in messages), step)
+            return StepPlan((nano_batch,), tuple(said.note for said in messages), step)
 
     def plan_layout(
         self,
@@ -282,7 +313,9 @@ class Balancer:
         """Core attention of this rank's packed tokens, causal within each document.
 
         A step is planned once: give *the same object* as `doc_lens` (or `shards`) in every layer of a step and a new
-        one in the next, on every rank alike; or call `begin` yourself and give neither.
+        one in the next, on every rank alike; or call `begin` yourself and give neither. Then a layer that activation
+        checkpointing runs again in backward is one of the pass that was begun last; where another pass is still to go
+        through backward, call what `begin` returned, or what `alternate` hands over, instead.
 
         Args:
             q: (tokens, heads, head size). k, v: (tokens, key/value heads, head size). Rotary embeddings are applied.
@@ -299,16 +332,21 @@ class Balancer:
             (tokens, heads, head size), in the dtype of q.
 
         Raises:
-            UsageError: what does not fit, or what the back end cannot compute.
+            UsageError: what does not fit, what the back end cannot compute, or a layer run again in backward that may
+                be one of several passes.
             PeerError: a rank did not take part within the time-out.
         """
         self._learn_shape(q, k)
-        if doc_lens is not None or shards is not None:
+        named = doc_lens is not None or shards is not None
+        if named:
             self._begin_if_new(doc_lens, shards)
         current = self._halves.get(greenlets.current_id(), self._current) if self._halves else self._current
+        if in_backward() and not named:
+            self._refuse_to_guess(current)
         if current is None:
             raise UsageError("attention: no documents yet; give doc_lens=… or shards=…, or call begin first")
-        return current(q, k, v, layer=layer, kernel=Kernel(scale, window or self.window, softcap))
+        kernel = Kernel(scale, window if window is not None else self.window, softcap)
+        return current(q, k, v, layer=layer, kernel=kernel)
 
     def begin(
         self,
@@ -332,7 +370,8 @@ class Balancer:
                 self.plan_layout(_layout_of(shards, self.ranks)) if whole else self.plan_shards(shards).nano_batches[0]
             )
         assert plan is not None
-        self._current = NanoBatchAttention(self, plan, turn)
+        self._current = self._given = None
+        self._current = self._new_pass(plan, turn)
         return self._current
 
     def alternate(
@@ -354,7 +393,7 @@ class Balancer:
         def half(forward: Callable[[NanoBatchAttention], Result], plan: NanoBatchPlan) -> Any:
             def run(turn: Callable[[], None]) -> Result:
                 mine = greenlets.current_id()
-                self._halves[mine] = NanoBatchAttention(self, plan, turn)
+                self._halves[mine] = self._new_pass(plan, turn)
                 try:
                     return forward(self._halves[mine])
                 finally:
@@ -384,10 +423,7 @@ class Balancer:
             for w in (kernel.window if kernel.window is not None else self.window, plan.window)
         )
         if window != planned:
-            nano_batch = self.plan_layout(
-                plan.layout, nano_batch.index, policy=plan.policy, step=nano_batch.step, window=window or longest,
-                speeds=plan.topology.speeds,
-            )  # fmt: skip
+            nano_batch = self._plan_with_window(nano_batch, longest if window is None else window)
         shape = AttentionShape(q_TNH.shape[1], k_TKH.shape[1], q_TNH.shape[2], element_bytes=q_TNH.element_size())
         kernel = Kernel(kernel.scale, window, kernel.softcap)
         backend = self._backend_of(kernel, shape, q_TNH.dtype, q_TNH.device)
@@ -396,9 +432,38 @@ class Balancer:
     def close(self) -> None:
         """Stop publishing progress, and planning ahead."""
         if self._planner is not None:
-            self._planner.shutdown(wait=True)
+            self._planner.close()
+            self._planner = None
         if self.progress is not None:
             self.progress.close()
+
+    def _plan_with_window(self, nano_batch: NanoBatchPlan, window: int) -> NanoBatchPlan:
+        """The same nano-batch for layers with another window; planned once, however many passes carry it out."""
+        plans = self._windowed.setdefault(nano_batch, {})
+        if window not in plans:
+            plan = nano_batch.plan
+            plans[window] = self.plan_layout(
+                plan.layout, nano_batch.index, policy=plan.policy, step=nano_batch.step, window=window,
+                speeds=plan.topology.speeds,
+            )  # fmt: skip
+        return plans[window]
+
+    def _new_pass(self, plan: NanoBatchPlan, turn: Callable[[], None] | None) -> NanoBatchAttention:
+        attention = NanoBatchAttention(self, plan, turn)
+        self._in_flight = [*(before for before in self._in_flight if before.another_begins()), attention.in_flight]
+        return attention
+
+    def _refuse_to_guess(self, current: NanoBatchAttention | None) -> None:
+        """A layer is run again in backward: refuse unless it can only be one of `current`."""
+        own = None if current is None else current.in_flight
+        others = sum(one.open for one in self._in_flight if one is not own)
+        if others:
+            raise UsageError(
+                "attention: a layer is run again in backward (activation checkpointing), and besides the forward pass "
+                f"begun last {others} more wait for backward: to which it belongs cannot be told; use the attention "
+                "object that begin returned or that alternate handed to forward (and torch.no_grad() for passes "
+                "without a backward)"
+            )
 
     def _begin_if_new(self, doc_lens: Sequence[int] | None, shards: Shards | None) -> None:
         given = doc_lens if doc_lens is not None else shards
@@ -443,31 +508,18 @@ class Balancer:
             )
         return self._backends[key]
 
-    def _gather(self, kind: str, message: tuple[Any, Any], step: int) -> list[tuple[Any, Any]]:
-        """Every rank's message, in rank order.
-
-        Raises:
-            PeerError: a rank did not come.
-            UsageError: the ranks came for different things; all of them raise it.
-        """
-        if self.ranks == 1:
-            return [message]
-        gathered: list[Any] = [None] * self.ranks
-        try:
-            dist.all_gather_object(gathered, (kind, *message), group=self.planning_group)
-        except RuntimeError as error:
-            who = self.progress.explain(None) if self.progress is not None else "no progress is published"
-            raise PeerError(
-                f"planning of step {step}: the lengths of all ranks did not arrive: {who}. Look at the log of the rank "
-                f"that is missing. [{first_line(error)}]"
-            ) from error
-        kinds = [kind for kind, _, _ in gathered]
-        if len(set(kinds)) > 1:
-            raise UsageError(
-                f"planning of step {step}: ranks came with {', '.join(f'{k} ({r})' for r, k in enumerate(kinds))}; "
-                "every rank must take the same step at the same time"
-            )
-        return [(content, note) for _, content, note in gathered]
+    def _gather(self, kind: str, content: Any, note: Any, step: int, reorder: bool = False) -> list[Message]:
+        """Every rank's message, in rank order; see `agreement.gather`."""
+        settings = {
+            "reorder": reorder, "tolerance": float(self.tolerance), "policy": self.policy, "window": self.window,
+            "row_keys": self.row_keys, "speeds": tuple(float(s) for s in self.topology.speeds), "memory": self.memory,
+            "shape": self.shape,
+        }  # fmt: skip
+        message = Message(kind, content, note, {name: str(value) for name, value in settings.items()})
+        return gather(
+            message, self.planning_group, self.ranks, step,
+            lambda: self.progress.explain(None) if self.progress is not None else "no progress is published",
+        )  # fmt: skip
 
 
 def _layout_of(table: Sequence[tuple[int, ...]], ranks: int) -> Layout:

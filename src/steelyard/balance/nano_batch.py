@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from steelyard.balance.in_flight import InFlight, in_backward
 from steelyard.balance.plans import NanoBatchPlan
 from steelyard.errors import UsageError
 from steelyard.runtime.dispatch import Call, CoreAttention, Kept
@@ -30,11 +31,20 @@ class Kernel:
         scale: factor on q·k; None: 1/√(head size).
         window: keys that a query sees at most, its own included; None: all earlier ones of its document.
         softcap: c in c·tanh(score / c); None: no cap.
+
+    Raises:
+        UsageError: a window below 1.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UsageError(
+                f"window={self.window}: expected at least 1, the query's own key, or None to see all earlier keys"
+            )
 
 
 class AttentionMaker(Protocol):
@@ -59,12 +69,14 @@ class NanoBatchAttention:
     Attributes:
         plan: as given.
         entries, answers: how often layers were computed, and how often answered from what was kept.
+        in_flight: whether layers may still be run again in backward.
     """
 
     def __init__(self, maker: AttentionMaker, plan: NanoBatchPlan, turn: Callable[[], None] | None = None) -> None:
         self.plan = plan
         self.turn = turn
         self.entries = self.answers = 0
+        self.in_flight = InFlight(self)
         self._maker = maker
         self._cores: dict[tuple[Kernel, torch.dtype, torch.device, tuple[int, ...]], CoreAttention] = {}
         # Whether there will be a backward pass: under reentrant checkpointing layers run with gradients off at first.
@@ -96,6 +108,9 @@ class NanoBatchAttention:
         number = self.entries if layer is None else layer
         answer = None if layer is None else self._kept(layer)
         keep = layer is not None and self._records and answer is None
+        again = in_backward()
+        if again:
+            self.in_flight.run_again()
         call = core.send(q_TNH, k_TKH, v_TKH, number, keep=keep, answer=answer)
         if answer is not None:
             self.answers += 1
@@ -110,6 +125,8 @@ class NanoBatchAttention:
         core.attend_received(call)
         turn()
         out_TNH = core.finish(call)
+        if not again and (out_TNH.requires_grad or self._records):
+            self.in_flight.add(call, held=out_TNH.requires_grad)
         if keep and layer is not None:
             twice = layer in self._first
             self._first[layer] = None if twice else (weakref.ref(call) if torch.is_grad_enabled() else call)
@@ -118,7 +135,7 @@ class NanoBatchAttention:
     def _kept(self, layer: int) -> Kept | None:
         """What the first pass of a layer left, if this is its second one: inside backward, and nothing has changed."""
         first = self._first.get(layer)
-        if first is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        if first is None or not torch.is_grad_enabled() or not in_backward():
             return None
         if isinstance(first, Call):
             del self._first[layer]

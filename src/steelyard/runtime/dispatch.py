@@ -424,12 +424,12 @@ class _Finish(Function):
                 "core attention: backward ran twice through the same forward (retain_graph=True?); its exchange "
                 "buffers are given back after the first time, so run forward again"
             )
-        call.backward_started = True
         (
             call.q_TNH, call.k_TKH, call.v_TKH, call.out_TNH, call.lse_TN,
             call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN,
         ) = ctx.saved_tensors  # fmt: skip
-        call.kept = None  # not before: reading the saved tensors may run the checkpointed layer once more
+        # Not before: reading the saved tensors may run the checkpointed layer once more, which is answered from `kept`.
+        call.backward_started, call.kept = True, None
         call.dout_TNH = dout_TNH if dout_TNH.stride(-1) == 1 else dout_TNH.contiguous()
         if core.tables.exchanges:
             transfers = [_query_transfer(core, call.dout_TNH)]

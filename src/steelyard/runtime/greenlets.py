@@ -38,11 +38,12 @@ def alternate(halves: Sequence[Callable[[Callable[[], None]], Result]]) -> list[
     it stands and the error is raised here.
 
     Raises:
-        UsageError: another number of halves, `greenlet` is not installed, or a half holds a torch mode (such as
-            selective checkpointing) when it gives its turn away.
+        UsageError: another number of halves, `greenlet` is not installed, this torch does not tell which saved-tensor
+            hooks are set, or a half holds a torch mode (such as selective checkpointing) when it gives its turn away.
     """
     if not 1 <= len(halves) <= 2:
         raise UsageError(f"{len(halves)} nano-batches at once, expected 1 (plain) or 2 (ping-pong)")
+    _top_hooks()
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     running = [_Half(function, devices) for function in halves]
@@ -131,8 +132,8 @@ class _ThreadState:
     def take(cls, devices: Sequence[str]) -> _ThreadState:
         """Read it, and take the hooks off."""
         hooks = []
-        # The only way to see the hooks that somebody else has put on; to put on and take off, the public class will do.
-        while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        top = _top_hooks()
+        while (pair := top(True)) is not None:
             hooks.append(pair)
             saved_tensors_hooks(*pair).__exit__()
         autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
@@ -147,6 +148,20 @@ class _ThreadState:
         torch.set_autocast_cache_enabled(self._cache)
         for pair in reversed(self._hooks):
             saved_tensors_hooks(*pair).__enter__()
+
+
+def _top_hooks() -> Callable[[bool], Any]:
+    """torch's function that gives the pair of saved-tensor hooks that was set last.
+
+    It is private, and the only way to see hooks that somebody else has set; to set and unset, the public class will do.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        raise UsageError(
+            f"ping-pong: torch {torch.__version__} does not tell which saved-tensor hooks are set, so the halves could "
+            "not be kept apart under checkpointing; use a torch that we name as tested, or run without ping-pong"
+        )
+    return cast(Callable[[bool], Any], top)
 
 
 def _modes() -> list[int]:

@@ -7,13 +7,14 @@ closing waits for the one under way instead of leaving the other ranks alone wit
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from steelyard.balance import Balancer, StepPlan
+from steelyard.balance.background import Background
 from steelyard.data.packing import Chunk
 from steelyard.errors import PeerError
 from steelyard.planner.rates import Rate
@@ -106,43 +107,29 @@ class Prefetcher(Generic[Batch]):
     """
 
     def __init__(self) -> None:
-        self._requests: queue.SimpleQueue[Callable[[], Batch] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Batch | _Failure] = queue.SimpleQueue()
-        self._outstanding = 0
-        self._thread = threading.Thread(target=self._run, name="steelyard-prefetch", daemon=True)
-        self._thread.start()
+        self._background = Background("steelyard-prefetch")
+        self._made: deque[Future[Batch]] = deque()
+        self._failure: BaseException | None = None
 
     def request(self, make: Callable[[], Batch]) -> None:
         """Have `make` called on the thread after all earlier requests."""
-        self._outstanding += 1
-        self._requests.put(make)
+        self._made.append(self._background.submit(lambda: self._make(make)))
 
     def take(self) -> Batch:
         """Wait for the oldest request not yet taken and return its result, or raise its error."""
-        assert self._outstanding > 0, "take() without a request would wait for ever"
-        result = self._results.get()
-        self._outstanding -= 1
-        if isinstance(result, _Failure):
-            raise result.error
-        return result
+        assert self._made, "take() without a request would wait for ever"
+        return self._made.popleft().result()
 
     def close(self) -> None:
         """Let the requests under way end, drop their results and end the thread."""
-        self._requests.put(None)
-        self._thread.join()
+        self._made.clear()
+        self._background.close()
 
-    def _run(self) -> None:
-        failure: _Failure | None = None
-        while (make := self._requests.get()) is not None:
-            if failure is None:
-                try:
-                    self._results.put(make())
-                    continue
-                except BaseException as error:
-                    failure = _Failure(error)
-            self._results.put(failure)
-
-
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    def _make(self, make: Callable[[], Batch]) -> Batch:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return make()
+        except BaseException as error:
+            self._failure = error
+            raise

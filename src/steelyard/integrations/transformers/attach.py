@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from steelyard.balance import Balancer
 from steelyard.collectives import twin_group
-from steelyard.errors import UsageError
+from steelyard.errors import SteelyardError, UsageError
 from steelyard.integrations.transformers.batch_plan import BatchPlan, ForwardPass, Note
 from steelyard.integrations.transformers.collate import collate, count_labels
 from steelyard.integrations.transformers.documents import Documents, read_documents
@@ -64,6 +64,8 @@ def attach(
     """
     inner = _language_model(model)
     check_features(inner)
+    if isinstance(getattr(inner, _ATTRIBUTE, None), Attachment):
+        raise UsageError(f"attach: this {type(inner).__name__} is attached already; call its `detach` first")
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is None and ProcessSettings.from_environment().world_size > 1:
@@ -89,8 +91,12 @@ def attach(
         memory=memory,
         meter=meter,
     )
-    check_kernels(inner.config, balancer, shape)
-    return Attachment(inner, balancer)
+    try:
+        check_kernels(inner.config, balancer, shape)
+        return Attachment(inner, balancer)
+    except BaseException:
+        balancer.close()
+        raise
 
 
 class Attachment:
@@ -110,8 +116,6 @@ class Attachment:
         self._last_plan_s = time.perf_counter()
         AttentionInterface.register(NAME, attention_forward)
         AttentionMaskInterface.register(NAME, check_mask)
-        if isinstance(getattr(model, _ATTRIBUTE, None), Attachment):
-            raise UsageError(f"attach: this {type(model).__name__} is attached already; call its `detach` first")
         self._before = str(model.config._attn_implementation)
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
@@ -142,36 +146,58 @@ class Attachment:
             The plan of each batch. With `reorder` (the same on all ranks) neighbours may change places where that
             leaves less to move: run them in the order of `BatchPlan.index` then.
         """
-        with self.telling_others():
+        with self.telling_others(reorder=reorder):
             documents = [read_documents(batch) for batch in batches]
+            note = self._note(batches, documents)
         balancer = self._balancer()
-        step = balancer.plan([d.lengths for d in documents], self._note(batches, documents), reorder=reorder)
+        step = balancer.plan([d.lengths for d in documents], note, reorder=reorder)
         place = {given: index for index, given in enumerate(step.order)} if reorder else range(len(documents))
         plans = [BatchPlan(balancer, d, step, place[given]) for given, d in enumerate(documents)]
         self.report.add(plans[0].step)
         return plans
 
     @contextmanager
-    def telling_others(self) -> Iterator[None]:
-        """Around what a rank does before it plans: if it fails, the others are told instead of left waiting."""
+    def telling_others(self, *, reorder: bool = False) -> Iterator[None]:
+        """Around what a rank does before it plans: if it fails, the others are told instead of left waiting.
+
+        Args:
+            reorder: as for the plan that would have followed.
+        """
         try:
             yield
-        except UsageError as error:
-            self._balancer().plan([], replace(self._note([], []), failure=str(error)))
+        except Exception as error:
+            failure = str(error) if isinstance(error, SteelyardError) else f"{type(error).__name__}: {error}"
+            with suppress(SteelyardError):  # the error of this rank is the one to report
+                self._balancer().plan([], replace(self._note([], []), failure=failure), reorder=reorder)
             raise
 
-    def prefetch(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def prefetch(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Batches with their plans, each planned in the background while the one before is computed. Collective: every
-        rank iterates, over as many batches."""
+        rank iterates, over as many batches. If a rank cannot read a batch, that rank's error is raised, and on the
+        others a `PeerError` that names it, where this batch was due."""
         ahead: dict[str, Any] | None = None
-        for batch in batches:
-            with self.telling_others():
-                documents = read_documents(batch)
-            step = self._balancer().prefetch([documents.lengths], self._note([batch], [documents]))
-            planned = {**batch, "steelyard_plan": BatchPlan(self._balancer(), documents, step)}
-            if ahead is not None:
+        source: Iterator[Mapping[str, Any]] | None = None
+        failure: Exception | None = None
+        while failure is None:
+            planned: dict[str, Any] | None = None
+            try:
+                with self.telling_others():
+                    source = iter(batches) if source is None else source
+                    batch = next(source, None)
+                    if batch is None:
+                        break
+                    documents = read_documents(batch)
+                    note = self._note([batch], [documents])
+                step = self._balancer().prefetch([documents.lengths], note)
+                plan = BatchPlan(self._balancer(), documents, step, on_step=self.report.add)
+                planned = {**batch, "steelyard_plan": plan}
+            except Exception as error:
+                failure = error
+            if ahead is not None:  # also before an error: the others compute this batch, and wait for our rows
                 yield ahead
             ahead = planned
+        if failure is not None:
+            raise failure
         if ahead is not None:
             yield ahead
 
@@ -179,34 +205,39 @@ class Attachment:
         """Mean loss over the labelled tokens of all ranks' batches. Collective, and ranks may have different numbers of
         batches: who has none left joins with empty work. (`Trainer.evaluate` takes a mean of the batches' means.)"""
         was_training = self.model.training
-        self.model.train(False)
         device = next(self.model.parameters()).device
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        with torch.no_grad():
-            for batch, plan in self._joined(iter(batches)):
-                batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-                loss = self.model(**{**batch, "num_items_in_batch": 1, "steelyard_plan": plan}).loss
-                labels = count_labels(batch)
-                if labels:
-                    total[0] += loss
-                    total[1] += labels
-        self.model.train(was_training)
+        self.model.train(False)
+        try:
+            with torch.no_grad():
+                for batch, plan in self._joined(batches):
+                    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                    loss = self.model(**{**batch, "num_items_in_batch": 1, "steelyard_plan": plan}).loss
+                    labels = count_labels(batch)
+                    if labels:
+                        total[0] += loss
+                        total[1] += labels
+        finally:
+            self.model.train(was_training)
         if self.balancer.ranks > 1 and not self._local:
             dist.all_reduce(total, group=self.balancer.group)
         return float(total[0] / total[1].clamp(min=1))
 
-    def _joined(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], BatchPlan]]:
+    def _joined(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], BatchPlan]]:
         """Batches with their plans until no rank has any left."""
+        source: Iterator[Mapping[str, Any]] | None = None
         while True:
-            given = next(batches, None)
-            batch = given if given is not None else collate([])
             with self.telling_others():
+                source = iter(batches) if source is None else source
+                given = next(source, None)
+                batch = given if given is not None else collate([])
                 documents = read_documents(batch)
-            note = replace(self._note([batch], [documents]), idle=given is None)
+                note = replace(self._note([batch], [documents]), idle=given is None)
             balancer = self._balancer()
             plan = BatchPlan(balancer, documents, balancer.plan([documents.lengths], note))
             if all(note.idle for note in plan.step.notes):
                 return
+            self.report.add(plan.step)
             yield batch, plan
 
     @contextmanager
@@ -243,8 +274,7 @@ class Attachment:
         if not self._local:
             return self.balancer
         if self._alone is None:
-            own = self.balancer
-            self._alone = Balancer(shape=own.shape, device=own.device, meter=own.meter)
+            self._alone = self.balancer.alone()
         return self._alone
 
     def _note(self, batches: Sequence[Mapping[str, Any]], documents: Sequence[Documents]) -> Note:

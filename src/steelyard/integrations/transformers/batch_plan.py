@@ -47,13 +47,22 @@ class BatchPlan:
         documents: of this rank's batch.
         balancer: which made it.
         index: which nano-batch of its step it is.
+
+    Args:
+        on_step: called with the step once it is made, when it is first asked for.
     """
 
     def __init__(
-        self, balancer: Balancer, documents: Documents, step: StepPlan | Future[StepPlan], index: int = 0
+        self,
+        balancer: Balancer,
+        documents: Documents,
+        step: StepPlan | Future[StepPlan],
+        index: int = 0,
+        *,
+        on_step: Callable[[StepPlan], None] | None = None,
     ) -> None:
         self.balancer, self.documents, self.index = balancer, documents, index
-        self._step = step
+        self._step, self._on_step = step, on_step
 
     @cached_property
     def step(self) -> StepPlan:
@@ -74,6 +83,8 @@ class BatchPlan:
                 f"planning of step {step.step}: {names}; every rank must take the same step at the same time. To run a "
                 "model on some ranks only, put it into `with attached.local():`"
             )
+        if self._on_step is not None:
+            self._on_step(step)
         return step
 
     @property

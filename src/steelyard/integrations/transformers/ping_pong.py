@@ -64,20 +64,14 @@ class PingPong(nn.Module):
                 the middle. `num_items_in_batch` divides the sum of losses; without it the loss is this rank's mean.
 
         Raises:
-            UsageError: a batch that cannot be split, FSDP2 that frees parameters after each layer, or a model that
-                draws random numbers in forward.
+            UsageError: a batch that cannot be split or has no `input_ids`, FSDP2 that frees parameters after each
+                layer, or a model that draws random numbers in forward.
         """
         _refuse_resharding(self.model)
         items = batch.pop("num_items_in_batch", None)
-        padded = False
-        if halves is None:
-            with self._attachment.telling_others():
-                halves, padded = split(batch)
-        elif set(batch) - {"num_items_in_batch"}:
-            raise UsageError(f"PingPong: halves and also {', '.join(sorted(batch))}; give one or the other")
-        if len(halves) != 2:
-            raise UsageError(f"PingPong: {len(halves)} halves, expected 2")
-        counts = [count_labels(half) for half in halves]
+        with self._attachment.telling_others(reorder=self._reorder):
+            halves, padded = _halves_of(halves, batch)
+            counts = [count_labels(half) for half in halves]
         total = items if items is not None else max(1, sum(counts))
         plans = self._attachment.plan_together(halves, reorder=self._reorder)
         turns = sorted(range(2), key=lambda given: plans[given].index)
@@ -102,6 +96,25 @@ class PingPong(nn.Module):
             return self.model(**{**half, "num_items_in_batch": items, "steelyard_plan": plan.begin(device, turn)})
 
         return run
+
+
+def _halves_of(
+    halves: Sequence[Mapping[str, Any]] | None, batch: Mapping[str, Any]
+) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """The two halves that were given, or of the batch; True if the second one is only a place-holder.
+
+    Raises:
+        UsageError: they are not two, or cannot be made.
+    """
+    if halves is not None and batch:
+        raise UsageError(f"PingPong: halves and also {', '.join(sorted(batch))}; give one or the other")
+    if halves is not None and len(halves) != 2:
+        raise UsageError(f"PingPong: {len(halves)} halves, expected 2")
+    for part in halves if halves is not None else [batch]:
+        if not isinstance(part.get("input_ids"), Tensor):
+            also = " (inputs_embeds cannot be split)" if part.get("inputs_embeds") is not None else ""
+            raise UsageError(f"PingPong: a batch without input_ids{also}; give input_ids, or train without PingPong")
+    return (halves, False) if halves is not None else split(batch)
 
 
 def split(batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
