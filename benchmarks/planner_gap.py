@@ -1,5 +1,7 @@
 """How far `balanced` is from the best plan there is: `python benchmarks/planner_gap.py [--json] [--cases N]`.
 
+With `--page docs/results/planner.md` the table goes into that page.
+
 Random layouts in four families, Llama-3-8B shape. *rows*: documents of some tokens, every row placed on its own by the
 exact planner, so nothing is better. *blocks*: documents of up to some thousand tokens, the exact planner cuts at kernel
 blocks of 128 queries; `balanced` may cut finer where balance needs it, so it can be below 1. Each once with whole
@@ -18,15 +20,19 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planner_report import between_markers
 
 from steelyard.domain.layout import Layout
 from steelyard.domain.shapes import LLAMA3_8B
 from steelyard.domain.topology import Topology
+from steelyard.domain.units import format_time
 from steelyard.errors import PlanError
 from steelyard.planner import make_plan
 from steelyard.planner.bounds import total_bytes_bound
@@ -184,7 +190,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time-limit-s", type=float, default=10.0, help="for each program of the exact planner")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the table")
+    parser.add_argument("--page", type=Path, help="a page with the markers planner:gap, to write the table into")
     options = parser.parse_args()
+    begin = time.monotonic()
     # The solver writes notes to the process's standard output, behind Python's back: keep that for the result.
     result = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -197,6 +205,11 @@ def main() -> None:
         print(json.dumps({"seed": options.seed, "families": records}, indent=1), file=result)
     else:
         print("Mean / 95th percentile / worst.\n", table(records), sep="\n", file=result)
+    if options.page is not None:
+        took = f"Seed {options.seed}; each cell is mean / 95th percentile / worst. It took "
+        took += f"{format_time(time.monotonic() - begin)} on a shared virtual machine.\n\n"
+        page = between_markers(options.page.read_text(encoding="utf-8"), "gap", took + table(records))
+        options.page.write_text(page, encoding="utf-8")
     result.close()
 
 

@@ -51,7 +51,7 @@ def growth_picture(path: Path, record: dict[str, Any]) -> None:
     with picture(path, height_in=4.6, title=growth_title(record), note=note) as figure:
         axes = figure.subplots()
         servers: list[int] = []
-        for (name, rows), color in zip(by_name(record["growth"]).items(), (BLUE, ORANGE), strict=False):
+        for (name, rows), color in zip(by_name(record["growth"]).items(), (BLUE, ORANGE, GREEN), strict=False):
             servers = [r["servers"] for r in rows]
             total = [r["plan_ms"] + r["tables_ms"] for r in rows]
             axes.plot(servers, total, color=color, marker="o", markersize=5, label=f"{name}: plan and all tables")

@@ -9,15 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import steelyard
+from steelyard.cost.profiles import load_profile
 from steelyard.domain.layout import Layout
+from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import LLAMA3_8B, LLAMA_34B, AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import UsageError
 from steelyard.library import attention_shape
+from steelyard.planner import make_plan
 from steelyard.planner.checks import verify
+from steelyard.planner.objective import row_keys_of
 
 
 def test_plan_takes_lengths_per_rank() -> None:
@@ -39,6 +44,48 @@ def test_plan_takes_shards_and_layouts() -> None:
         assert verify(plan).pairs_total == 78 + 3
 
 
+def test_plan_takes_whole_numbers_of_any_kind() -> None:
+    assert steelyard.plan([np.array([4, 0]), np.array([12], dtype=np.int32)]).layout.doc_lengths.tolist() == [4, 12]
+    assert steelyard.plan([(np.int64(0), 0, 5, 1)]).layout.shard_rank.tolist() == [1]
+
+
+def test_plan_takes_an_objective() -> None:
+    layout = [[16_384], [512] * 200, [512] * 200, [8_192] * 2]
+    pairs, time = (
+        steelyard.plan(layout, tolerance=0.02, **more)
+        for more in ({}, {"objective": "time", "device": "h200", "memory": "resend", "passes": "forward"})
+    )
+    assert pairs.row_keys == 0
+    assert time.row_keys == row_keys_of(load_profile("h200").kernel(), LLAMA3_8B.head_dim) > 100
+    pairs_done = verify(time).work_by_server
+    work = pairs_done + time.row_keys * rows_by_server(time)
+    assert work.max() <= 1.02 * work.mean()
+    assert pairs_done.max() > 1.02 * pairs_done.mean()
+
+
+def rows_by_server(plan: DispatchPlan) -> np.ndarray:
+    return np.bincount(plan.tasks.server, weights=plan.tasks.end - plan.tasks.start, minlength=plan.layout.ranks)
+
+
+def test_plan_hands_passes_and_memory_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes differ by half a percent: too little to show in a plan of some documents."""
+    given: dict[str, Any] = {}
+
+    def record(layout: Layout, **more: Any) -> DispatchPlan:
+        given.update(more)
+        return make_plan(layout, **more)
+
+    monkeypatch.setattr("steelyard.library.make_plan", record)
+    steelyard.plan([[4], [12]], passes="backward", memory="resend")
+    assert (given["passes"], given["memory"], given["objective"]) == ("backward", "resend", "pairs")
+
+
+def test_the_exact_policy_is_offered() -> None:
+    pytest.importorskip("scipy")
+    assert verify(steelyard.plan([[4], [12]], policy="reference", tolerance=0.0)).work_by_server.tolist() == [44, 44]
+    assert '"reference"' in (steelyard.plan.__doc__ or "")
+
+
 def test_plan_takes_what_the_planner_takes() -> None:
     topology = Topology(2, speeds=(1.0, 0.5))
     plan = steelyard.plan([[400], [300]], topology=topology, policy="packed", window=7)
@@ -57,6 +104,29 @@ def test_plan_takes_what_the_planner_takes() -> None:
         ([[5]], {"model": "none/config.json"}, "model none/config.json: there is no such file"),
         ([[5]], {"policy": "balancd"}, "did you mean 'balanced'"),
         ([[5]], {"tolerance": -1}, "tolerance=-1"),
+        ([[3.7, 5]], {}, "entry 0 of the layout holds 3.7; expected whole numbers"),
+        ([(0, 0, 5.0, 0)], {}, "entry 0 of the layout holds 5.0; expected whole numbers"),
+        ([[5], [True]], {}, "entry 1 of the layout holds True"),
+        ([[5], ["6"]], {}, "entry 1 of the layout holds '6'"),
+        ([[5], [10**21]], {}, "entry 1 of the layout holds 1000000000000000000000; expected whole numbers below"),
+        ([[5], [10**5_000]], {}, "entry 1 of the layout holds a value of type int"),
+        ([5, 6], {}, "entry 0 of the layout is 5; expected a list of document lengths for each rank"),
+        (["56"], {}, "entry 0 of the layout is '56'; expected a list"),
+        ([(-1, 0, 5, 0)], {}, "document number -1, expected numbers from 0 on"),
+        ([(10**8, 0, 5, 0)], {}, "document number 100,000,000, expected numbers from 0 on"),
+        ([(0, 0, 5, 10**8)], {}, "shards on 100,000,001 ranks, expected at most 131,072"),
+        ([(0, 0, 5, 0)], {"ranks": 10**12}, "shards on 1,000,000,000,000 ranks, expected at most 131,072"),
+        ([[]] * (2**17 + 1), {}, "lengths for 131,073 ranks, expected at most 131,072"),
+        ([[2**30 - 1]] * 20, {}, "plan: its 20 documents have 1.15e.19 .* pairs, more than 4.61e.18"),
+        ([[5]], {"model": AttentionShape(10**21, 1, 1)}, "expected at most 262,144 channels together"),
+        ([[5]], {"window": 10**21}, "window=1000000000000000000000"),
+        ([[5]], {"objective": "time"}, "objective=time needs to know whose time; add device="),
+        ([[5]], {"device": "h200"}, "device=h200 has a meaning with objective=time only"),
+        ([[5]], {"objective": "time", "device": "h20"}, "unknown device 'h20'; did you mean 'h200'"),
+        ([[5]], {"objective": "time", "device": "h200", "policy": "wlb"}, "'time' with policy 'balanced'"),
+        ([[5]], {"objective": "speed"}, "objective='speed'"),
+        ([[5]], {"memory": "forget"}, "memory='forget', expected one of"),
+        ([[5]], {"passes": "back"}, "passes='back', expected one of"),
     ],
 )
 def test_mistakes(layout: Any, more: dict[str, Any], message: str) -> None:
@@ -90,6 +160,10 @@ def test_a_config_json_gives_the_shape(config: dict[str, Any], shape: AttentionS
             '{"num_attention_heads": 8, "num_key_value_heads": 3, "head_dim": 4}',
             "num_attention_heads=8 is not a multiple of num_key_value_heads=3",
         ),
+        ("[" * 100_000, "lists or objects within each other too deep"),
+        ('{"head_dim": ' + "9" * 5_000 + "}", "not a JSON file in UTF-8 .a number of thousands of digits"),
+        ('{"num_attention_heads": 1' + "0" * 21 + ', "head_dim": 4}', "1000000000000000000000; .* up to 262,144"),
+        ('{"num_attention_heads": 4096, "head_dim": 4096}', "4,096 heads of size 4,096 .* at most 262,144 channels"),
         ('{"num_attention_heads": "8", "head_dim": 4}', "num_attention_heads is '8'; expected a positive whole number"),
     ],
 )

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
+from steelyard.cost.profiles import BUILT_IN, load_profile
 from steelyard.domain.layout import Layout
+from steelyard.domain.limits import MAX_DOCUMENT_TOKENS, MAX_HIDDEN, MAX_RANKS
 from steelyard.domain.model_shape import MODEL_SHAPES, model_shape
 from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import UsageError
 from steelyard.planner import make_plan
+from steelyard.planner.objective import Memory, Passes, row_keys_of
 
 LengthsByRank: TypeAlias = Sequence[Sequence[int]]
 Shards: TypeAlias = Iterable[tuple[int, int, int, int]]
+Goal: TypeAlias = Literal["pairs", "time"]
+MAX_DOCUMENTS = 1 << 24  # numbers of documents in shards
 
 
 def plan(
@@ -28,6 +34,10 @@ def plan(
     policy: str = "balanced",
     topology: Topology | None = None,
     window: int | None = None,
+    passes: Passes = "both",
+    memory: Memory = "keep",
+    objective: Goal = "pairs",
+    device: str | Path | None = None,
 ) -> DispatchPlan:
     """Decide which rank computes the core attention of which queries. Torch-free, deterministic.
 
@@ -38,16 +48,25 @@ def plan(
             of its folder), or a shape: it decides how many bytes a query and a key have.
         tolerance: no rank's work exceeds (1 + tolerance) × its share.
         ranks: number of ranks, for shards; None: up to the last one that holds any.
-        policy: "balanced", or a baseline to compare with: "packed", "wlb", "per_document_cp", "head_tail", "greedy".
+        policy: "balanced"; or a baseline to compare with: "packed", "wlb", "per_document_cp", "head_tail", "greedy",
+            which take no account of memory caps; or "reference": the fewest bytes that any plan within the tolerance
+            sends, from an integer program. It needs scipy, and is for small cases: query rows × ranks up to 4,000.
         topology: speeds, memory caps and nodes of the ranks; equal ranks by default.
         window: keys that a query sees at most, its own included; None: all earlier ones.
+        passes: "forward", "backward" or "both": the pass whose bytes "balanced" makes few.
+        memory: "keep" or "resend": whether ranks keep what they received until backward, or have it sent again then.
+            It decides what both passes send.
+        objective: what "balanced" balances: "pairs" of query and key; or "time" of the attention kernel of `device`,
+            for which short documents are more work than their pairs say.
+        device: for "time": "h200", "h100", "a100", "b200", "cpu-local", or the path of a profile that
+            `steelyard calibrate` wrote.
 
     Returns:
         The plan: `plan.tasks` are its columns, one row a task; `planner.tables.build_tables(plan, rank)` what a rank
         needs to carry it out; `planner.checks.verify(plan)` proves it and counts work and bytes.
 
     Raises:
-        UsageError: a layout, model or number that cannot be right; it is named.
+        UsageError: a layout, model, number or combination that cannot be right; it is named.
         PlanError: memory caps that no plan can keep.
 
     >>> import steelyard
@@ -57,9 +76,35 @@ def plan(
     [44, 44]
     """
     shape = model if isinstance(model, AttentionShape) else attention_shape(model)
+    _require_shape(shape, "plan")
+    row_keys = keys_of_a_row(objective, device, shape, names=("objective=", "device="))
     return make_plan(
-        _layout_of(layout, ranks), policy=policy, topology=topology, shape=shape, tolerance=tolerance, window=window
-    )
+        _layout_of(layout, ranks), policy=policy, topology=topology, shape=shape, tolerance=tolerance, window=window,
+        passes=passes, memory=memory, objective=objective, row_keys=row_keys,
+    )  # fmt: skip
+
+
+def keys_of_a_row(
+    objective: str, device: str | Path | None, shape: AttentionShape, *, names: tuple[str, str]
+) -> int | None:
+    """What a query row costs the device's best kernel besides the keys that it sees, in keys; None to balance pairs.
+
+    Args:
+        names: how a message calls the objective and the device: of an argument or a flag.
+
+    Raises:
+        UsageError: time without a device, a device without time, or one that is not known.
+    """
+    if objective != "time":
+        if device is not None:
+            raise UsageError(f"{names[1]}{device} has a meaning with {names[0]}time only; add that or leave it out")
+        return None
+    if device is None:
+        raise UsageError(
+            f"{names[0]}time needs to know whose time; add {names[1]}{BUILT_IN[1]} (or {', '.join(BUILT_IN)}, or a "
+            "profile from `steelyard calibrate`)"
+        )
+    return row_keys_of(load_profile(device).kernel(), shape.head_dim)
 
 
 def attention_shape(model: str | Path) -> AttentionShape:
@@ -82,7 +127,10 @@ def attention_shape(model: str | Path) -> AttentionShape:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"model {path}: not a JSON file in UTF-8 ({error})") from error
+        why = "a number of thousands of digits" if "digits" in str(error) else str(error)
+        raise UsageError(f"model {path}: not a JSON file in UTF-8 ({why})") from error
+    except RecursionError:
+        raise UsageError(f"model {path}: lists or objects within each other too deep for a config.json") from None
     if not isinstance(values, Mapping):
         raise UsageError(
             f"model {path}: holds {type(values).__name__}, expected a JSON object with num_attention_heads"
@@ -110,15 +158,35 @@ def _shape_of_config(values: Mapping[str, object], path: Path) -> AttentionShape
             f"model {path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; "
             "every key/value head must serve the same number of query heads"
         )
-    return AttentionShape(heads, kv_heads, head_dim)
+    shape = AttentionShape(heads, kv_heads, head_dim)
+    _require_shape(shape, f"model {path}")
+    return shape
+
+
+def _require_shape(shape: AttentionShape, where: str) -> None:
+    if shape.heads * shape.head_dim > MAX_HIDDEN or shape.element_bytes > 8:
+        raise UsageError(
+            f"{where}: {shape.heads:,} heads of size {shape.head_dim:,} with {shape.element_bytes} bytes an element; "
+            f"expected at most {MAX_HIDDEN:,} channels together and 8 bytes"
+        )
 
 
 def _size(values: Mapping[str, object], key: str, path: Path) -> int:
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        given = f"lacks the key {key}" if value is None else f"{key} is {value!r}"
-        raise UsageError(f"model {path}: {given}; expected a positive whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_HIDDEN:
+        given = f"lacks the key {key}" if value is None else f"{key} is {_shown(value)}"
+        largest = f" up to {MAX_HIDDEN:,}" if isinstance(value, int) and value > MAX_HIDDEN else ""
+        raise UsageError(f"model {path}: {given}; expected a positive whole number{largest}")
     return value
+
+
+def _shown(value: object) -> str:
+    """The value, shortened: it goes into a message of one line."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # too deep, or a number of thousands of digits
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _layout_of(given: Layout | LengthsByRank | Shards, ranks: int | None) -> Layout:
@@ -126,9 +194,11 @@ def _layout_of(given: Layout | LengthsByRank | Shards, ranks: int | None) -> Lay
         layout = given
     else:
         given = list(given)
-        rows = [[int(value) for value in row] for row in given]
+        rows = [_whole_numbers(row, place) for place, row in enumerate(given)]
         if not rows:
             raise UsageError("plan: the layout is empty; give a list of document lengths for each rank, or shards")
+        if len(rows) > MAX_RANKS and not any(isinstance(row, tuple) for row in given):
+            raise UsageError(f"plan: lengths for {len(rows):,} ranks, expected at most {MAX_RANKS:,}")
         if any(isinstance(row, tuple) for row in given):
             layout = _from_shards(rows, ranks)
         else:
@@ -138,12 +208,40 @@ def _layout_of(given: Layout | LengthsByRank | Shards, ranks: int | None) -> Lay
     return layout
 
 
+def _whole_numbers(row: object, place: int) -> list[int]:
+    """One rank's lengths, or one shard, in Python's integers. What is not whole is refused rather than rounded."""
+    if isinstance(row, (str, bytes)) or not isinstance(row, Iterable):
+        raise UsageError(
+            f"plan: entry {place} of the layout is {_shown(row)}; expected a list of document lengths for each rank, "
+            "or shards (document, start, length, rank)"
+        )
+    numbers = []
+    for value in row:
+        try:
+            number = None if isinstance(value, bool) else index(value)
+        except TypeError:
+            number = None
+        if number is None or abs(number) >= MAX_DOCUMENT_TOKENS:
+            raise UsageError(
+                f"plan: entry {place} of the layout holds {_shown(value)}; expected whole numbers below "
+                f"{MAX_DOCUMENT_TOKENS:,}"
+            )
+        numbers.append(number)
+    return numbers
+
+
 def _from_shards(rows: list[list[int]], ranks: int | None) -> Layout:
-    for index, row in enumerate(rows):
+    for place, row in enumerate(rows):
         if len(row) != 4:
             raise UsageError(
-                f"plan: shard {index} has {len(row)} values; expected (document, start, length, rank). "
+                f"plan: shard {place} has {len(row)} values; expected (document, start, length, rank). "
                 "Lengths per rank are lists, shards are tuples"
             )
     shards = cast("list[tuple[int, int, int, int]]", [tuple(row) for row in rows])
-    return Layout.from_shards(shards, ranks if ranks is not None else 1 + max(row[3] for row in rows))
+    for row in rows:
+        if not 0 <= row[0] < MAX_DOCUMENTS:
+            raise UsageError(f"plan: document number {row[0]:,}, expected numbers from 0 on, below {MAX_DOCUMENTS:,}")
+    count = ranks if ranks is not None else 1 + max(row[3] for row in rows)
+    if count > MAX_RANKS:
+        raise UsageError(f"plan: shards on {count:,} ranks, expected at most {MAX_RANKS:,}")
+    return Layout.from_shards(shards, count)

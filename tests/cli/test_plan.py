@@ -13,6 +13,7 @@ KEYS = [
     "batch", "plan_ms", "tables_ms", "work_max_over_mean", "bytes_total", "bytes_out_max_over_mean",
     "bytes_in_max_over_mean", "busiest_bytes", "busiest_lower_bound_bytes", "lower_bound_bytes", "pairs_total",
     "received_tokens_max", "buffer_bytes_max", "tasks", "moved_tasks", "tokens_max_over_mean",
+    "spanning_lower_bound_bytes",
 ]  # fmt: skip
 WORKLOAD = {
     "tokens_per_rank": 4_000,
@@ -48,7 +49,9 @@ def test_json_has_exactly_the_keys_of_the_contract(workload: Path, capsys: pytes
     whole, spanning = policies["balanced"]
     assert whole["lower_bound_bytes"] <= whole["bytes_total"]
     assert whole["busiest_lower_bound_bytes"] is not None
+    assert whole["spanning_lower_bound_bytes"] is None
     assert spanning["lower_bound_bytes"] is None
+    assert 0 < spanning["spanning_lower_bound_bytes"] <= spanning["bytes_total"]
     assert spanning["busiest_lower_bound_bytes"] is None
 
 
@@ -118,6 +121,50 @@ def test_a_memory_cap_that_comes_first_is_said(workload: Path, capsys: pytest.Ca
     assert "the memory cap came before balance in batch 0" in capsys.readouterr().out
 
 
+def test_a_memory_cap_that_a_policy_does_not_know_is_said(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(workload), "--policy", "all", "--memory-tokens", "9000"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "per_document_cp: cap not honoured by this policy; exceeded in batch 0, 1" in out
+    assert "greedy: cap not honoured by this policy; exceeded in no batch" in out
+    assert "wlb: cap not honoured by this policy; exceeded in no batch" in out
+    assert not [line for line in out if line.startswith("balanced: cap")]
+    assert main(["plan", str(workload), "--policy", "per_document_cp", "--memory-tokens", "0", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "per_document_cp: cap not honoured by this policy; exceeded in batch 0, 1" in captured.err
+    assert list(json.loads(captured.out)["policies"]["per_document_cp"][0]) == KEYS
+    assert main(["plan", str(workload), "--policy", "all"]) == 0
+    assert "honoured" not in capsys.readouterr().out
+
+
+def test_an_objective_reaches_the_planner(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = [4_000, *[64] * 62, 32, *[500] * 8, 2_000, *[1_000] * 2]
+    workload.write_text(json.dumps({"tokens_per_rank": 4_000, "ranks": 4, "batches": [{"docs": docs}]}))
+    pairs = figures(capsys, str(workload))["balanced"][0]
+    time = figures(capsys, str(workload), "--objective", "time", "--device", "h200")["balanced"][0]
+    assert time["pairs_total"] == pairs["pairs_total"]
+    assert time["bytes_total"] != pairs["bytes_total"]
+    assert time["lower_bound_bytes"] is time["busiest_lower_bound_bytes"] is time["spanning_lower_bound_bytes"] is None
+    assert main(["plan", str(workload), "--policy", "all", "--objective", "time", "--device", "h200"]) == 0
+    assert "balanced: work is time: a query row costs 186 keys besides" in capsys.readouterr().out
+    # One rank sends queries to all others: sent again they stand beside their gradients there.
+    docs = [*[1_000] * 4, *[100] * 120]
+    workload.write_text(json.dumps({"tokens_per_rank": 4_000, "ranks": 4, "batches": [{"docs": docs}]}))
+    kept = figures(capsys, str(workload))["balanced"][0]
+    resent = figures(capsys, str(workload), "--memory", "resend", "--passes", "forward")["balanced"][0]
+    assert resent["buffer_bytes_max"] > kept["buffer_bytes_max"]
+
+
+def test_a_weaker_bound_is_marked(
+    workload: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["plan", str(workload)]) == 0
+    whole, spanning = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert float(whole[3]) >= 1 and not whole[3].endswith("*")
+    assert spanning[3].endswith("*") and float(spanning[3].rstrip("*")) >= 1
+    assert spanning[5] == "–"  # of the busiest rank none is known
+
+
 @pytest.mark.parametrize("argv", [[], ["--policy", "wlb"], ["--policy", "all", "--speeds", "1,1,0,1"]])
 def test_plot(workload: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     picture = workload.with_name("plan.png")
@@ -171,6 +218,20 @@ def test_documents_become_batches(documents: Path, capsys: pytest.CaptureFixture
         (["{file}", "--speeds", "1,fast"], "--speeds: number 2 is 'fast', expected for example 1,1,0.5"),
         (["{file}", "--speeds", "1,1"], "--speeds gives 2 speeds, the workload has 4 ranks; give one each"),
         (["{file}", "--tolerance", "-1"], "tolerance=-1.0, expected a number >= 0 such as 0.05"),
+        (["{texts}", "--ranks", "1" + "0" * 12], "--ranks 1000000000000: expected at most 131,072"),
+        (["{texts}", "--ranks", "4", "--chunk-tokens", "1" + "0" * 21],
+         "--chunk-tokens 1000000000000000000000: expected at most 1,073,741,824"),
+        (["{file}", "--node-size", "1" + "0" * 21],
+         "--node-size 1000000000000000000000: expected at most 131,072"),
+        (["{file}", "--window", "1" + "0" * 21],
+         "window=1000000000000000000000, expected at least 1 key per query (None for no window), at most "
+         "1,073,741,824"),
+        (["{file}", "--objective", "time"], "--objective time needs to know whose time; add --device h100 (or a100, "
+         "h100, h200, b200, cpu-local, or a profile from `steelyard calibrate`)"),
+        (["{file}", "--device", "h200"],
+         "--device h200 has a meaning with --objective time only; add that or leave it out"),
+        (["{file}", "--policy", "wlb", "--passes", "forward"],
+         "--passes forward: only the policy `balanced` has a use for it, not wlb"),
         (["{file}", "--plot", "x.gif"], "--plot x.gif: expected a file that ends in .png, .svg or .pdf"),
     ],
 )  # fmt: skip
@@ -192,6 +253,41 @@ def test_a_broken_workload_names_batch_and_key(workload: Path, capsys: pytest.Ca
     captured = capsys.readouterr()
     assert captured.err.startswith(f'steelyard: error: {workload}: batches[1].docs[1] is "9", expected the length')
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"ranks": ' + "9" * 5_000,
+        '{"tokens_per_rank": 1' + "0" * 21 + ', "ranks": 2, "batches": [{"docs": [5]}]}',
+        '{"tokens_per_rank": 1e21, "ranks": 2, "batches": [{"docs": [5]}]}',
+        '{"tokens_per_rank": 5, "ranks": 1000000000000, "batches": [{"docs": [5]}]}',
+        json.dumps({"tokens_per_rank": 2**30, "ranks": 20, "batches": [{"docs": [2**30 - 1] * 20}]}),
+    ],
+    ids=["deep", "digits", "tokens", "float", "ranks", "pairs"],
+)
+def test_absurd_workloads_are_one_line(workload: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    workload.write_text(text)
+    assert main(["plan", str(workload)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"steelyard: error: {workload}: ")
+    assert captured.err.count("\n") == 1 and len(captured.err) < 400 + len(str(workload))
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"head_dim": ' + "9" * 5_000, '{"num_attention_heads": 1' + "0" * 21 + ', "head_dim": 4}']
+)
+def test_absurd_models_are_one_line(
+    workload: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    assert main(["plan", str(workload), "--model", str(config)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"steelyard: error: model {config}: ")
+    assert captured.err.count("\n") == 1 and len(captured.err) < 300 + len(str(config))
 
 
 def test_heads_that_do_not_divide(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,19 @@ def test_a_workload_is_read_and_laid_out(tmp_path: Path) -> None:
             {"batches": [{"docs": [5]}, {"docs": [1, 31]}]},
             "w: batches[1].docs[1] is a document of 31 tokens, longer than 3 ranks × 10 tokens = 30",
         ),
+        ({"ranks": 10**12}, "w: ranks is 1000000000000, expected at most 131,072"),
+        ({"tokens_per_rank": 10**21}, "w: tokens_per_rank is 1000000000000000000000, expected at most 1,073,741,824"),
+        ({"tokens_per_rank": 10**5_000}, "w: tokens_per_rank is a value of type int, expected at most"),
+        ({"tokens_per_rank": 1e21}, "w: tokens_per_rank is 1e+21, expected a whole number"),
+        ({"batches": [{"docs": [10**21]}]}, "w: batches[0].docs[0] is 1000000000000000000000, expected the length"),
+        (
+            {"tokens_per_rank": 2**30, "ranks": 20, "batches": [{"docs": [5]}, {"docs": [2**30 - 1] * 20}]},
+            "w: batches[1]: its 20 documents have 1.15e+19 (query, key) pairs, more than 4.61e+18 (2^62); use fewer",
+        ),
+        (
+            {"tokens_per_rank": 2**30, "ranks": 300, "batches": [{"docs": [2**20] * 2**18 + [1]}]},
+            "w: the documents of batches[0] hold 274,877,906,945 tokens, expected at most 274,877,906,944",
+        ),
         ({"batches": [{"docs": [20, 11]}]}, "w: the documents of batches[0] hold 31 tokens, more than 3 ranks × 10"),
     ],
 )
@@ -61,6 +74,9 @@ def test_mistakes_name_batch_and_key(changes: dict[str, Any], message: str) -> N
     [
         ('{"ranks": 3,\n "tokens_per_rank" 5}', "not JSON: line 2, column 20"),
         ("[1, 2]", "is [1, 2], expected a JSON object such as {"),
+        ("[" * 100_000, "lists or objects within each other too deep, expected {"),
+        ('{"ranks":' * 100_000, "lists or objects within each other too deep, expected {"),
+        ('{"ranks": ' + "9" * 5_000 + "}", "a number of thousands of digits, expected lengths in tokens"),
     ],
 )
 def test_what_is_no_workload_says_so(text: str, message: str, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from steelyard.domain.layout import Layout
 from steelyard.domain.plan import DispatchPlan, DispatchTables, ReceivedRows, SentRows
 from steelyard.domain.tasks import CATasks
 from steelyard.domain.topology import Topology
+from steelyard.errors import UsageError
 from steelyard.planner import make_plan
 from steelyard.planner.checks import PlanViolation, verify
+from steelyard.planner.packed import plan_packed
 from steelyard.planner.tables import build_all_tables
 
 Tables = list[DispatchTables]
@@ -103,6 +105,68 @@ def test_cut_short_documents_are_found_where_whole_ones_would_do() -> None:
     )
     with pytest.raises(PlanViolation, match="promise 3"):
         verify(plan)
+
+
+# --- what a plan says of itself ---------------------------------------------------------------------------------------
+
+
+UNBALANCED = [(0, 0, 4, 0, 0), (1, 0, 12, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "memory_tokens", "message"),
+    [
+        (UNBALANCED, (), "promise 2: .*memory cap came before balance, but none is set"),
+        (UNBALANCED, (1_000, 1_000), "promise 2: .*but no cap is low enough"),
+        (None, (20, 20), "promise 2: .*but no server has more work than promised"),
+    ],
+)
+def test_a_plan_may_not_excuse_itself_by_memory(
+    rows: list[tuple[int, int, int, int, int]] | None, memory_tokens: tuple[int, ...], message: str
+) -> None:
+    plan = balanced_plan()
+    plan = replace(plan, topology=Topology(2, memory_tokens=memory_tokens))
+    verify(plan)
+    plan = with_tasks(plan, rows) if rows else plan
+    with pytest.raises(PlanViolation, match=message):
+        verify(replace(plan, memory_limited=True))
+
+
+def test_a_memory_cap_excuses_where_it_binds() -> None:
+    plan = with_tasks(replace(balanced_plan(), topology=Topology(2, memory_tokens=(3, 3))), UNBALANCED)
+    with pytest.raises(PlanViolation, match="promise 2: server 1 has 78 pairs"):
+        verify(plan)
+    assert verify(replace(plan, memory_limited=True)).work_by_server.tolist() == [10, 78]
+
+
+def test_more_than_a_memory_cap_is_found() -> None:
+    """Rank 0 receives 4 queries and 10 keys."""
+    for cap, policy in ((14, "balanced"), (13, "greedy")):
+        verify(replace(balanced_plan(), topology=Topology(2, memory_tokens=(cap, 0)), policy=policy))
+    for policy in ("balanced", "reference"):
+        plan = replace(balanced_plan(), topology=Topology(2, memory_tokens=(13, 0)), policy=policy)
+        with pytest.raises(PlanViolation, match="promise 6: server 0 receives 14 query and key rows, its cap is 13"):
+            verify(plan)
+
+
+def test_unaligned_cuts_are_excused_only_where_memory_may_have_asked_for_them() -> None:
+    """A surplus of some rows: a whole block of them with its keys is more than the cap, the rows alone are not."""
+    layout = Layout.from_doc_lengths([[2_048] * 41 + [2_049], [2_048] * 38])
+    plan = make_plan(layout, shape=SMALL_SHAPE, tolerance=0.05, topology=Topology(2, memory_tokens=(100, 100)))
+    assert not plan.memory_limited
+    assert verify(plan).unaligned_cuts > 0
+    for caps in ((), (10**9, 10**9)):
+        with pytest.raises(PlanViolation, match="promise 3"):
+            verify(replace(plan, topology=Topology(2, memory_tokens=caps)))
+
+
+def test_more_pairs_than_integers_hold_are_refused_at_once() -> None:
+    layout = Layout.contiguous([2**30 - 1] * 20, 2**30, 20)
+    with pytest.raises(UsageError, match=r"verify: its 20 documents have 1\.15e\+19 .* more than 4\.61e\+18"):
+        verify(plan_packed(layout, Topology(20), SMALL_SHAPE, 0.05))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def change(rank: int, **fields: Callable[[DispatchTables], object]) -> Callable[[Tables], Tables]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,14 @@ from steelyard.domain.topology import Topology
 from steelyard.errors import PlanError, UsageError
 from steelyard.planner import make_plan
 from steelyard.planner.checks import verify
-from steelyard.planner.layouts import bytes_sent, choose_layout, layout_candidates, woven_layout
+from steelyard.planner.layouts import (
+    FORWARD,
+    bytes_sent,
+    choose_layout,
+    layout_candidates,
+    weighted_bytes_sent,
+    woven_layout,
+)
 from steelyard.planner.tables import build_all_tables
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3_000)), min_size=1, max_size=12)
@@ -108,13 +116,19 @@ def test_the_choice_is_the_cheapest_candidate(lengths: list[int], ranks: int, to
 
 def weighted_bytes(plan: DispatchPlan) -> float:
     """Bytes of both phases of the forward pass; those inside a node with their weight."""
-    total, topology = 0.0, plan.topology
+    near, far = bytes_by_nearness(plan)
+    return far + near * plan.topology.intra_node_weight
+
+
+def bytes_by_nearness(plan: DispatchPlan) -> tuple[int, int]:
+    """Bytes of both phases of the forward pass that stay in a node, and that leave one."""
+    sizes, topology = [0, 0], plan.topology
     for table in build_all_tables(plan):
         for sent, row_bytes in ((table.q_send, plan.shape.alpha_bytes), (table.kv_send, plan.shape.beta_bytes)):
             for peer, rows in zip(sent.peer.tolist(), sent.rows.tolist(), strict=True):
                 near = peer // topology.node_size == table.rank // topology.node_size
-                total += rows * row_bytes * (topology.intra_node_weight if near else 1.0)
-    return total
+                sizes[0 if near else 1] += rows * row_bytes
+    return sizes[0], sizes[1]
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
@@ -132,6 +146,19 @@ def test_bytes_inside_a_node_count_less_in_the_choice(lengths: list[int], weight
         for layout in (chosen, *candidates.values())
     ]
     assert costs[0] == pytest.approx(min(costs))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1, 0.3, 1.0])
+def test_the_choice_goes_by_whole_numbers(weight: float) -> None:
+    """A sum of floats is rounded, and could fall out otherwise elsewhere."""
+    topology = Topology(8, node_size=4, intra_node_weight=weight)
+    layout = Layout.contiguous([9_000, 30_001, 800, 801, 20_003], 7_576, 8)
+    cost = weighted_bytes_sent(make_plan(layout, shape=LLAMA3_8B, topology=topology), FORWARD)
+    assert isinstance(cost, int)
+    units = Fraction(round(1_024 * weight), 1_024)
+    near, far = bytes_by_nearness(make_plan(layout, shape=LLAMA3_8B, topology=topology))
+    assert near > 0 < far
+    assert cost == 1_024 * (far + units * near)
 
 
 def test_a_candidate_that_memory_forbids_is_passed_over() -> None:

@@ -297,6 +297,7 @@ def test_growth_with_servers_is_near_linear(place: Callable[[list[int], int, int
         ({"policy": "xyz"}, "balanced, packed, wlb, per_document_cp, head_tail, greedy, reference$"),
         ({"topology": Topology(3)}, "3 servers and the layout 2 ranks"),
         ({"window": 0}, "window=0"),
+        ({"window": 10**21}, "window=1000000000000000000000, expected at least 1 .* at most 1,073,741,824"),
         ({"tolerance": -0.1}, "tolerance=-0.1"),
         ({"tolerance": float("nan")}, "tolerance=nan"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,12 +19,16 @@ from steelyard.cli.output import Output, command_output
 from steelyard.data.config import Format, SourceConfig
 from steelyard.data.lengths import data_statistics
 from steelyard.data.workload import Workload, pack_workload, read_workload
+from steelyard.domain.limits import MAX_RANKS, MAX_TOKENS_PER_RANK
+from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.domain.units import format_count
 from steelyard.errors import UsageError
-from steelyard.library import attention_shape
+from steelyard.library import Goal, attention_shape, keys_of_a_row
 from steelyard.planner import POLICIES
-from steelyard.planner.measure import COMPARED, MeasuredPlan, PlanFigures, measure_plan
+from steelyard.planner.checks import BALANCED_POLICIES
+from steelyard.planner.measure import COMPARED, SPANNING_BOUND_RANKS, MeasuredPlan, PlanFigures, measure_plan
+from steelyard.planner.objective import Memory, Objective, Passes
 from steelyard.settings import nearest, nearest_sibling
 
 DESCRIPTION = """\
@@ -35,13 +39,15 @@ documents, for which --ranks is needed."""
 
 DEFAULT_CHUNK_TOKENS = 8192
 DEFAULT_BATCHES = 3
+MOST = {"--ranks": MAX_RANKS, "--chunk-tokens": MAX_TOKENS_PER_RANK, "--batches": 1 << 20}
 GIB = 2**30
 
-LEGEND = """\
+LEGEND = f"""\
 work: busiest rank over its share. GiB: sent by all ranks in one layer's forward
 pass. busiest: GiB in or out of one rank on the way to the servers. /bound: over
-the least possible (– where a document spans ranks, or the policy sends less
-since it does not balance). tokens: fullest rank over the mean."""
+the least possible; with a * over a weaker bound, where a document spans ranks
+(up to {SPANNING_BOUND_RANKS} of them); – where no bound is known, or the policy sends less since it
+does not balance. tokens: fullest rank over the mean."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class PlanFlags:
     workload: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WORKLOAD")]
     """A workload file (.json), or documents: a folder, file or glob pattern as for `steelyard data stats`."""
     policy: str = "balanced"
-    """`balanced`, `packed`, `wlb`, `per_document_cp`, `head_tail`, `greedy`, or `all` of these."""
+    """`balanced`, `packed`, `wlb`, `per_document_cp`, `head_tail`, `greedy`, or `all` of these; or `reference`, the
+    fewest bytes there are, for some hundred tokens (needs scipy)."""
     model: str = "llama3-8b"
     """A built-in name (`llama3-8b`, `llama-34b`), or a Transformers config.json: bytes of a query and of a key."""
     tolerance: float = 0.05
@@ -65,7 +72,17 @@ class PlanFlags:
     node_weight: float = 0.125
     """Cost of a byte inside a node relative to one between nodes (0.125: an eighth); with --node-size."""
     memory_tokens: int | None = None
-    """Most tokens (query rows plus key rows) that a rank may receive; None: no cap."""
+    """Most tokens (query rows plus key rows) that a rank may receive; None: no cap. `balanced` keeps it, the others do
+    not."""
+    memory: Memory = "keep"
+    """`keep`: ranks keep what they received until backward. `resend`: it is sent again, for less memory."""
+    passes: Passes = "both"
+    """The pass whose bytes `balanced` makes few: `forward`, `backward` or `both`. Those shown are of a forward pass."""
+    objective: Goal = "pairs"
+    """What `balanced` balances: `pairs` of query and key, or the `time` of the attention kernel of --device, for which
+    short documents are more work than their pairs say."""
+    device: str | None = None
+    """For --objective time: `h200`, `h100`, `a100`, `b200`, `cpu-local`, or a profile of `steelyard calibrate`."""
     window: int | None = None
     """Keys that a query sees at most, its own included; None: all earlier ones of its document."""
     ranks: int | None = None
@@ -96,6 +113,7 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
     if flags.plot is not None and not flags.plot.parent.is_dir():  # said now, not after planning
         raise UsageError(f"--plot {flags.plot}: there is no folder {flags.plot.parent}")
     shape = attention_shape(flags.model)
+    objective = _objective(flags, shape, policies)
     with command_output(as_json=flags.json) as output:
         workload = _workload(flags)
         topology = _topology(flags, workload)
@@ -108,6 +126,7 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
                     tolerance=flags.tolerance,
                     topology=topology,
                     window=flags.window,
+                    objective=objective,
                     batch=batch,
                     layout_chosen=flags.layout == "chosen",
                 )
@@ -115,7 +134,7 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
             ]
             for policy in policies
         }
-        _show(output, flags, workload, plans)
+        _show(output, flags, workload, plans, objective)
         if flags.plot is not None:
             _draw(flags, workload, topology, plans)
             output.console.print(f"wrote {escape(str(flags.plot))}", soft_wrap=True)
@@ -133,6 +152,16 @@ def _policies(given: str) -> tuple[str, ...]:
             f"--policy {given}: expected one of {', '.join(names)}" + (f"; did you mean {close}?" if close else "")
         )
     return (given,)
+
+
+def _objective(flags: PlanFlags, shape: AttentionShape, policies: Sequence[str]) -> Objective:
+    if "balanced" not in policies:
+        for name, usual in (("passes", "both"), ("objective", "pairs"), ("device", None)):
+            value = getattr(flags, name)
+            if value != usual:
+                raise UsageError(f"--{name} {value}: only the policy `balanced` has a use for it, not {flags.policy}")
+    row_keys = keys_of_a_row(flags.objective, flags.device, shape, names=("--objective ", "--device "))
+    return Objective(flags.passes, flags.memory, row_keys or 0)
 
 
 # --- what to plan -----------------------------------------------------------------------------------------------------
@@ -164,6 +193,8 @@ def _from_documents(flags: PlanFlags) -> Workload:
     for name, value in (("--ranks", flags.ranks), ("--chunk-tokens", chunk_tokens), ("--batches", batches)):
         if value < 1:
             raise UsageError(f"{name} {value}: expected at least 1")
+        if value > MOST[name]:
+            raise UsageError(f"{name} {value}: expected at most {MOST[name]:,}")
     with scan_progress() as progress:
         statistics = data_statistics(
             SourceConfig(path=flags.workload, format=flags.format, field=flags.field, suffixes=flags.suffixes),
@@ -187,6 +218,8 @@ def _topology(flags: PlanFlags, workload: Workload) -> Topology:
             raise UsageError(
                 f"--speeds: number {place + 1} is {part.strip()!r}, expected for example 1,1,0.5"
             ) from None
+    if flags.node_size > MAX_RANKS:
+        raise UsageError(f"--node-size {flags.node_size}: expected at most {MAX_RANKS:,}")
     if speeds and len(speeds) != workload.ranks:
         raise UsageError(f"--speeds gives {len(speeds)} speeds, the workload has {workload.ranks} ranks; give one each")
     caps = () if flags.memory_tokens is None else (flags.memory_tokens,) * workload.ranks
@@ -202,7 +235,13 @@ def _topology(flags: PlanFlags, workload: Workload) -> Topology:
 # --- what comes of it -------------------------------------------------------------------------------------------------
 
 
-def _show(output: Output, flags: PlanFlags, workload: Workload, plans: Mapping[str, Sequence[MeasuredPlan]]) -> None:
+def _show(
+    output: Output,
+    flags: PlanFlags,
+    workload: Workload,
+    plans: Mapping[str, Sequence[MeasuredPlan]],
+    objective: Objective,
+) -> None:
     console = output.console
     documents = sum(len(batch) for batch in workload.batches)
     batches = f"{len(workload.batches)} batch" + ("es" if len(workload.batches) > 1 else "")
@@ -214,12 +253,28 @@ def _show(output: Output, flags: PlanFlags, workload: Workload, plans: Mapping[s
     for policy, measured in plans.items():
         console.print()
         _print_policy(console, policy, [m.figures for m in measured])
-    for policy, measured in plans.items():
-        limited = [m.figures.batch for m in measured if m.plan.memory_limited]
-        if limited:
-            batches = ", ".join(map(str, limited))
-            console.print(f"[yellow]{policy}: the memory cap came before balance in batch {batches}[/]", soft_wrap=True)
+    notes = [note for policy, measured in plans.items() for note in _notes(policy, measured, flags, objective)]
+    if notes:
+        console.print()
+    for note in notes:
+        console.print(f"[yellow]{note}[/]", soft_wrap=True)
     console.print(f"\n{LEGEND}", style="dim", soft_wrap=True)
+
+
+def _notes(policy: str, measured: Sequence[MeasuredPlan], flags: PlanFlags, objective: Objective) -> Iterator[str]:
+    """What a reader of the figures would otherwise not see."""
+    limited = [m.figures.batch for m in measured if m.plan.memory_limited]
+    if limited:
+        yield f"{policy}: the memory cap came before balance in batch {', '.join(map(str, limited))}"
+    if flags.memory_tokens is not None and policy not in BALANCED_POLICIES:
+        beyond = [m.figures.batch for m in measured if m.figures.received_tokens_max > flags.memory_tokens]
+        where = f"exceeded in batch {', '.join(map(str, beyond))}" if beyond else "exceeded in no batch"
+        yield f"{policy}: cap not honoured by this policy; {where}"
+    if objective.row_keys and policy == "balanced":
+        yield (
+            f"balanced: work is time: a query row costs {objective.row_keys:,} keys besides those that it sees; "
+            "no bounds are known for it"
+        )
 
 
 _COLUMNS = ("batch", "work", "GiB", "/bound", "busiest", "/bound", "pairs", "tokens", "moved", "plan ms", "tables ms")
@@ -234,7 +289,9 @@ def _print_policy(console: Console, policy: str, rows: Sequence[PlanFigures]) ->
             f"{f.batch}",
             f"{f.work_max_over_mean:.3f}",
             f"{f.bytes_total / GIB:.2f}",
-            _ratio(f.bytes_total, f.lower_bound_bytes),
+            _ratio(f.bytes_total, f.lower_bound_bytes)
+            if f.spanning_lower_bound_bytes is None
+            else _ratio(f.bytes_total, f.spanning_lower_bound_bytes, "*"),
             f"{f.busiest_bytes / GIB:.3f}",
             _ratio(f.busiest_bytes, f.busiest_lower_bound_bytes),
             format_count(f.pairs_total),
@@ -247,9 +304,9 @@ def _print_policy(console: Console, policy: str, rows: Sequence[PlanFigures]) ->
     console.print(table)
 
 
-def _ratio(value: int, bound: int | None) -> str:
+def _ratio(value: int, bound: int | None, mark: str = "") -> str:
     """How far above the bound; a dash where there is none, or where the policy sends less since it does not balance."""
-    return f"{value / bound:.3f}" if bound and value >= bound else "–"
+    return f"{value / bound:.3f}{mark}" if bound and value >= bound else "–"
 
 
 def _draw(

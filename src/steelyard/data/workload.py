@@ -18,9 +18,16 @@ import numpy as np
 
 from steelyard.domain.arrays import IntArray, int_column
 from steelyard.domain.layout import Layout
+from steelyard.domain.limits import (
+    MAX_DOCUMENT_TOKENS,
+    MAX_NANO_BATCH_TOKENS,
+    MAX_RANKS,
+    MAX_TOKENS_PER_RANK,
+    require_countable,
+)
 from steelyard.errors import UsageError
 
-MAX_DOCUMENT_TOKENS = 1 << 30
+MOST = {"tokens_per_rank": MAX_TOKENS_PER_RANK, "ranks": MAX_RANKS}
 EXAMPLE = '{"tokens_per_rank": 8192, "ranks": 4, "batches": [{"docs": [9000, 120, 4000]}]}'
 
 
@@ -62,6 +69,12 @@ class Workload:
                     f"{self.ranks} ranks × {self.tokens_per_rank:,} tokens = {room:,}; "
                     "use more ranks or more tokens per rank, or more batches"
                 )
+            if total > MAX_NANO_BATCH_TOKENS:
+                raise UsageError(
+                    f"{self.name}: the documents of batches[{index}] hold {total:,} tokens, expected at most "
+                    f"{MAX_NANO_BATCH_TOKENS:,} (2^38); use fewer documents in a batch"
+                )
+            require_countable(lengths, f"{self.name}: batches[{index}]")
 
     def layouts(self) -> list[Layout]:
         """One layout a batch, documents filling rank after rank."""
@@ -81,6 +94,10 @@ def read_workload(path: str | Path) -> Workload:
         raise UsageError(f"{path}: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+    except RecursionError:
+        raise UsageError(f"{path}: lists or objects within each other too deep, expected {EXAMPLE}") from None
+    except ValueError:  # what Python says of it asks for a change in the program
+        raise UsageError(f"{path}: a number of thousands of digits, expected lengths in tokens") from None
     return parse_workload(values, name=str(path))
 
 
@@ -154,10 +171,15 @@ def _key(values: Mapping[str, Any], key: str, name: str, where: str = "") -> Any
 def _require_positive(name: str, key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name}: {key} is {_shown(value)}, expected a whole number of at least 1")
+    if value > MOST.get(key, value):
+        raise UsageError(f"{name}: {key} is {_shown(value)}, expected at most {MOST[key]:,}")
     return value
 
 
 def _shown(value: object) -> str:
     """The value as JSON, shortened: it goes into a message of one line."""
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except (RecursionError, ValueError):  # too deep, or a number of thousands of digits
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}…"

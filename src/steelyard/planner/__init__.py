@@ -9,6 +9,7 @@ from typing import Literal
 
 from steelyard.cost.attention_kernels import AttentionKernel
 from steelyard.domain.layout import Layout
+from steelyard.domain.limits import MAX_DOCUMENT_TOKENS, require_countable
 from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
@@ -53,7 +54,8 @@ def make_plan(
 
     Args:
         layout: where every token lives; one nano-batch.
-        policy: `balanced`, `packed` (everything at home) or `reference` (fewest bytes, small cases only).
+        policy: `balanced`; `reference` (fewest bytes, small cases only); or a baseline, which moves nothing (`packed`)
+            or takes no account of memory caps (`wlb`, `per_document_cp`, `head_tail`, `greedy`).
         topology: the attention servers, server j being rank j; equal ones by default.
         shape: heads and sizes, for the bytes of a query and of a key.
         tolerance: no server's work above (1 + tolerance) × its share.
@@ -66,8 +68,8 @@ def make_plan(
         row_keys: for `time` instead of a kernel: what a query row costs besides its keys, in keys.
 
     Raises:
-        UsageError: an unknown policy, a window below 1, a negative tolerance, another number of servers than ranks, or
-            an objective that the policy or the kernel does not serve.
+        UsageError: an unknown policy, a window below 1, a negative tolerance, another number of servers than ranks, an
+            objective that the policy or the kernel does not serve, or more work than 64-bit integers hold.
         PlanError: a memory cap that no plan can keep.
     """
     if policy not in POLICIES:
@@ -81,8 +83,10 @@ def make_plan(
             f"topology has {topology.servers} servers and the layout {layout.ranks} ranks; server j is rank j, "
             "so give as many servers as ranks"
         )
-    if window is not None and window < 1:
-        raise UsageError(f"window={window}, expected at least 1 key per query (None for no window)")
+    if window is not None and not 1 <= window <= MAX_DOCUMENT_TOKENS:
+        raise UsageError(
+            f"window={window}, expected at least 1 key per query (None for no window), at most {MAX_DOCUMENT_TOKENS:,}"
+        )
     exact_tolerance(tolerance)
     if objective == "pairs":
         row_keys = 0
@@ -94,6 +98,7 @@ def make_plan(
     elif kernel is not None:
         row_keys = row_keys_of(kernel, shape.head_dim)
     goal = Objective(passes, memory, row_keys or 0)
+    require_countable(layout.doc_lengths, "plan", goal.row_keys)
     if policy == "balanced":
         return plan_balanced(layout, topology, shape, tolerance, window, goal)
     return POLICIES[policy](layout, topology, shape, tolerance, window)

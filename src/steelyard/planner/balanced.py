@@ -47,6 +47,11 @@ WEIGHT_UNITS = 1024  # resolution of `Topology.intra_node_weight`
 DEFAULT_OBJECTIVE = Objective()
 
 
+def weight_units(topology: Topology) -> int:
+    """What a byte inside a node counts, `WEIGHT_UNITS` being one between nodes."""
+    return round(topology.intra_node_weight * WEIGHT_UNITS)
+
+
 def plan_balanced(
     layout: Layout,
     topology: Topology,
@@ -86,10 +91,9 @@ def _overloaded(work: list[int], caps: list[int]) -> bool:
 
 
 class _Move(NamedTuple):
-    """Queries [start, end) of the donor's range `kept` to `server`. Ordered by score, then by the order of trying."""
+    """Queries [start, end) of the donor's range `kept` to `server`. Of equal scores the one tried first stays."""
 
     score: int
-    order: int
     kept: int
     start: int
     end: int
@@ -104,7 +108,7 @@ class _Balancing:
         self.prices, self.busy_prices = objective.prices(shape), objective.busy_prices(shape)
         self.doc_lengths = ledger.layout.doc_lengths.tolist()
         self.memory_bound = bool(topology.memory_tokens)
-        self.near_weight = round(topology.intra_node_weight * WEIGHT_UNITS)
+        self.near_weight = weight_units(topology)
         self.node_size = topology.node_size
         self.caps: list[int] = []
         self.rooms: list[tuple[int, int]] = []
@@ -214,16 +218,16 @@ class _Balancing:
         count = len(self.ledger.kept[donor])
         longest = range(count - 1, max(-1, count - 1 - RANGES_TRIED), -1)
         best: _Move | None = None
-        for order, server in enumerate(self._receivers(donor, need, longest)):
+        for server in self._receivers(donor, need, longest):
             for index in longest:
                 if not self._hopeless(best, donor, index, server, need):
-                    best = self._cheaper(best, donor, index, server, order, need, block)
+                    best = self._cheaper(best, donor, index, server, need, block)
         if best is not None:
             return best
         # Nothing that was tried fits. What does not fit into the largest room fits nowhere, but for memory caps.
         for _, server in reversed(self.rooms if self.memory_bound else self.rooms[-1:]):
             for index in range(count):
-                best = self._cheaper(best, donor, index, server, 0, need, block)
+                best = self._cheaper(best, donor, index, server, need, block)
             if best is not None:
                 return best
         return None
@@ -266,9 +270,7 @@ class _Balancing:
         rooms = sorted((self.room_of[j], j) for j in range(first, first + self.node_size) if j in self.room_of)
         return [self._fit(rooms, need)] if rooms else []
 
-    def _cheaper(
-        self, best: _Move | None, donor: int, kept: int, server: int, order: int, need: int, block: int
-    ) -> _Move | None:
+    def _cheaper(self, best: _Move | None, donor: int, kept: int, server: int, need: int, block: int) -> _Move | None:
         """`best`, or a cheaper range of the donor's `kept` for this server."""
         ledger = self.ledger
         amount, low, high, shard = ledger.kept[donor][kept]
@@ -276,7 +278,7 @@ class _Balancing:
         if block > 1 and self.doc_lengths[doc] < SHORT_DOCUMENT_TOKENS:
             if not self.cuts_short:
                 whole = (low, high, amount)
-                return self._priced(best, donor, kept, server, order, need, whole) if amount <= room else best
+                return self._priced(best, donor, kept, server, need, whole) if amount <= room else best
             block = 1
         found_any = False
         while not found_any and room > 0:
@@ -285,7 +287,7 @@ class _Balancing:
                 found = fit_range(low, high, end, need, room, block, ledger.rows)
                 if found is not None:
                     before = best
-                    best = self._priced(best, donor, kept, server, order, need, found)
+                    best = self._priced(best, donor, kept, server, need, found)
                     found_any = found_any or best is not before
             if not self.memory_bound:
                 break
@@ -303,7 +305,7 @@ class _Balancing:
         return ends
 
     def _priced(
-        self, best: _Move | None, donor: int, kept: int, server: int, order: int, need: int, found: tuple[int, int, int]
+        self, best: _Move | None, donor: int, kept: int, server: int, need: int, found: tuple[int, int, int]
     ) -> _Move | None:
         """`best`, or the move of the range `found` if it scores lower and memory allows it."""
         ledger = self.ledger
@@ -320,7 +322,7 @@ class _Balancing:
         score = self._near(score, donor, server) + self._rest(need - amount)
         if best is not None and best.score <= score:
             return best
-        return _Move(score, order, kept, start, end, server)
+        return _Move(score, kept, start, end, server)
 
     def _near(self, cost: int, donor: int, server: int) -> int:
         """`cost`, or less if both are in one node."""

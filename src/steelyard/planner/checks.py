@@ -4,7 +4,9 @@ The planner's own account is not asked: the tables of all ranks are carried out 
 bytes and work follow from what arrives and what is read. Small cases are checked pair by pair as well; 512 ranks take
 some tens of milliseconds.
 
-Promises are numbered as in the design: 1 coverage, 2 balance, 3 alignment, 4 nothing local and nothing twice.
+Promises are numbered as in the design: 1 coverage, 2 balance, 3 alignment, 4 nothing local and nothing twice, 6 memory
+caps. (5, the same plan everywhere, is nothing that one plan can show.) What a plan says of itself excuses nothing: that
+memory came before balance is believed only where a cap could have, and did.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from steelyard.cost.attention import longest_row_pairs, pairs_array, pairs_before_array
 from steelyard.cost.memory import ExchangeMemory, exchange_memory
 from steelyard.domain.arrays import BoolArray, IntArray
+from steelyard.domain.limits import require_countable
 from steelyard.domain.plan import DispatchPlan, DispatchTables
 from steelyard.planner.blocks import BLOCK_TOKENS, SHORT_DOCUMENT_TOKENS, aligned_cuts_promised
 from steelyard.planner.replay import PlanViolation, Reads, Stores, deliver, own_rows, read, require, require_all
@@ -27,7 +30,7 @@ from steelyard.planner.tables import build_all_tables
 
 __all__ = ["PlanReport", "PlanViolation", "verify"]
 
-BALANCED_POLICIES = frozenset({"balanced", "reference"})  # those that owe promise 2
+BALANCED_POLICIES = frozenset({"balanced", "reference"})  # those that owe promises 2 and 6
 BRUTE_FORCE_PAIRS = 4_000  # up to here coverage is checked pair by pair as well
 
 
@@ -96,11 +99,13 @@ def _max_over_mean(values: IntArray) -> float:
 
 
 def verify(plan: DispatchPlan, tables: Sequence[DispatchTables] | None = None) -> PlanReport:
-    """Check promises 1 to 4 on the tables of all ranks (built here when not given) and count what is sent.
+    """Check promises 1 to 4 and 6 on the tables of all ranks (built here when not given) and count what is sent.
 
     Raises:
         PlanViolation: the first promise found broken, with where.
+        UsageError: more work than 64-bit integers hold.
     """
+    require_countable(plan.layout.doc_lengths, "verify", plan.row_keys)
     _check_tasks(plan)
     tables = build_all_tables(plan) if tables is None else tables
     ranks = plan.layout.ranks
@@ -120,10 +125,12 @@ def verify(plan: DispatchPlan, tables: Sequence[DispatchTables] | None = None) -
     reads, work = _read_tasks(plan, tables, stores)
     _check_no_waste(plan, reads, stores)
     _check_coverage(plan, tables, stores, reads, work)
-    worst = _check_balance(plan, work + plan.row_keys * _rows_by_server(tables))
+    memory_may_bind = _check_memory(plan, stores)
+    worst = _check_balance(plan, work + plan.row_keys * _rows_by_server(tables), memory_may_bind)
     cuts, unaligned = _count_cuts(plan)
     require(
-        unaligned == 0 or not aligned_cuts_promised(plan),
+        # Where balance was reached under a cap, whole blocks may have been too large for it.
+        unaligned == 0 or memory_may_bind or not aligned_cuts_promised(plan),
         f"promise 3: {unaligned} of {cuts} cuts fall on no multiple of {BLOCK_TOKENS} queries or cut a short document",
     )
     return _report(plan, tables, stores, work, worst, cuts, unaligned)
@@ -197,7 +204,7 @@ def _check_coverage(
     require(not len(wrong), f"promise 1: query {borders[wrong[:1]].tolist()} (global token) is not in exactly one task")
     expected = int(pairs_before_array(plan.layout.doc_lengths, plan.window).sum())
     require(int(work.sum()) == expected, f"promise 1: {int(work.sum())} pairs computed, the documents have {expected}")
-    if expected <= BRUTE_FORCE_PAIRS:
+    if 0 <= expected <= BRUTE_FORCE_PAIRS:
         _check_pairs_one_by_one(plan, tables, stores)
 
 
@@ -236,22 +243,48 @@ def _rows_by_server(tables: Sequence[DispatchTables]) -> IntArray:
     return np.array(rows, dtype=np.int64)
 
 
-def _check_balance(plan: DispatchPlan, work: IntArray) -> float:
+def _check_memory(plan: DispatchPlan, stores: Stores) -> bool:
+    """Promise 6: no server of a plan that balances receives more than its cap.
+
+    Returns whether a cap may have come before anything else: one is below all query and key rows that live elsewhere.
+    With a window any cap may, since keys that two tasks of a server see count twice when it is planned.
+    """
+    caps = plan.topology.memory_tokens
+    if not caps or plan.policy not in BALANCED_POLICIES:
+        return False
+    received = (stores.queries.rows + stores.keys.rows).tolist()
+    for server, (rows, cap) in enumerate(zip(received, caps, strict=True)):
+        require(rows <= cap, f"promise 6: server {server} receives {rows} query and key rows, its cap is {cap}")
+    elsewhere = (plan.layout.doc_lengths.sum() - plan.layout.tokens_by_rank).tolist()
+    return plan.window is not None or any(cap < 2 * rows for cap, rows in zip(caps, elsewhere, strict=True))
+
+
+def _check_balance(plan: DispatchPlan, work: IntArray, memory_may_bind: bool) -> float:
     """Promise 2; returns the largest work ÷ share. Policies outside `BALANCED_POLICIES` promise nothing."""
+    require(
+        memory_may_bind or not plan.memory_limited,
+        "promise 2: the plan says that a memory cap came before balance, but "
+        + ("no cap is low enough for that" if plan.topology.memory_tokens else "none is set"),
+    )
     total, weights = int(work.sum()), speed_weights(plan.topology)
     longest = longest_row_pairs(plan.layout.doc_lengths, plan.window) + plan.row_keys
     tolerance, whole, worst = exact_tolerance(plan.tolerance), sum(weights), 0.0
-    promised = plan.policy in BALANCED_POLICIES and not plan.memory_limited
+    promised, beyond = plan.policy in BALANCED_POLICIES and not plan.memory_limited, 0
     for server, (weight, done) in enumerate(zip(weights, work.tolist(), strict=True)):
         share = Fraction(total * weight, whole)
         if done:
             worst = max(worst, float(done / share) if share else float("inf"))
         cap = (1 + tolerance) * share if share * tolerance >= longest else share + longest
+        beyond += done > cap
         require(
             done <= cap or not promised,
             f"promise 2: server {server} has {done} pairs, its share is {float(share):.1f}, its cap {float(cap):.1f} "
             f"(tolerance {plan.tolerance}, longest row {longest})",
         )
+    require(
+        bool(beyond) or not plan.memory_limited,
+        "promise 2: the plan says that a memory cap came before balance, but no server has more work than promised",
+    )
     return worst
 
 

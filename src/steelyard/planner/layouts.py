@@ -28,7 +28,7 @@ from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import PlanError, UsageError
-from steelyard.planner.balanced import DEFAULT_OBJECTIVE, plan_balanced
+from steelyard.planner.balanced import DEFAULT_OBJECTIVE, WEIGHT_UNITS, plan_balanced, weight_units
 from steelyard.planner.blocks import BLOCK_TOKENS, SHORT_DOCUMENT_TOKENS
 from steelyard.planner.objective import Objective
 from steelyard.planner.shares import work_caps
@@ -84,11 +84,12 @@ def choose_layout(
         doc_lengths, tokens_per_rank, ranks,
         topology=topology, tolerance=tolerance, window=window, row_keys=objective.row_keys,
     )  # fmt: skip
-    best: tuple[float, Layout] | None = None
+    best: tuple[int, Layout] | None = None
     refused: PlanError | None = None
     for layout in candidates.values():
         try:
-            cost = _cost(plan_balanced(layout, topology, shape, tolerance, window, objective), objective)
+            plan = plan_balanced(layout, topology, shape, tolerance, window, objective)
+            cost = weighted_bytes_sent(plan, objective)
         except PlanError as error:
             refused = error
             continue
@@ -121,11 +122,11 @@ def bytes_sent(plan: DispatchPlan, objective: Objective = FORWARD) -> int:
     return objective.query_bytes(plan.shape) * queries + objective.key_bytes(plan.shape) * keys
 
 
-def _cost(plan: DispatchPlan, objective: Objective) -> float:
-    """Bytes sent, those inside a node with their weight."""
-    size, weight = plan.topology.node_size, plan.topology.intra_node_weight
-    everywhere = bytes_sent(plan, objective)
-    if size == 1 or weight == 1:
+def weighted_bytes_sent(plan: DispatchPlan, objective: Objective) -> int:
+    """As `bytes_sent`, in 1/1024 of a byte: those inside a node count their weight, as `balanced` knows it."""
+    size, weight = min(plan.topology.node_size, plan.topology.servers), weight_units(plan.topology)
+    everywhere = WEIGHT_UNITS * bytes_sent(plan, objective)
+    if size == 1 or weight == WEIGHT_UNITS:
         return everywhere
     inside = 0
     for table in build_all_tables(plan):
@@ -134,7 +135,7 @@ def _cost(plan: DispatchPlan, objective: Objective) -> float:
             (table.kv_send, objective.key_bytes(plan.shape)),
         ):
             inside += row_bytes * int(sent.rows[sent.peer // size == table.rank // size].sum())
-    return everywhere - (1 - weight) * inside
+    return everywhere - (WEIGHT_UNITS - weight) * inside
 
 
 def layout_candidates(

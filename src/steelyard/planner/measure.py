@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from steelyard.domain.arrays import IntArray
 from steelyard.domain.layout import Layout
@@ -17,13 +17,17 @@ from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.planner import make_plan
+from steelyard.planner.balanced import DEFAULT_OBJECTIVE
 from steelyard.planner.baselines.relay import cut_at_ranks
 from steelyard.planner.bounds import busiest_bytes_bound, total_bytes_bound
 from steelyard.planner.checks import verify
 from steelyard.planner.layouts import choose_layout
+from steelyard.planner.objective import Objective
+from steelyard.planner.spanning_bounds import spanning_bytes_bound
 from steelyard.planner.tables import build_all_tables
 
 COMPARED = ("balanced", "packed", "wlb", "per_document_cp", "head_tail", "greedy")
+SPANNING_BOUND_RANKS = 64  # beyond, the search for that bound takes seconds
 REPEATS = 3
 ENOUGH_S = 1.0  # what has taken this long is not timed again
 
@@ -39,18 +43,21 @@ class PlanFigures:
         batch: number of the batch in its workload.
         plan_ms: time of planning; tables_ms: time until every array that the runtime needs exists, for all ranks. The
             fastest of up to three runs each.
-        work_max_over_mean: largest work of a server ÷ its share (the mean, if all are equally fast).
+        work_max_over_mean: largest work of a server ÷ its share (the mean, if all are equally fast) in the
+            unit that the plan balances.
         bytes_total: all rows sent, both phases, all ranks.
         bytes_out_max_over_mean, bytes_in_max_over_mean: busiest sender and receiver of the dispatch phase (queries,
             keys, values) over the mean of all ranks; 1 where nothing is sent.
         busiest_bytes: most bytes that one rank sends or receives in the dispatch phase.
         busiest_lower_bound_bytes: no plan in which no receiver sends, and that keeps the balance promise, has less.
         lower_bound_bytes: no plan that keeps the balance promise on this layout has a smaller `bytes_total`. Both are
-            None where a document spans ranks.
+            None where a document spans ranks, or where time is balanced instead of pairs.
+        spanning_lower_bound_bytes: the same from a weaker bound that allows documents to span ranks. None where
+            `lower_bound_bytes` is given, with a window, where time is balanced, and for more than 64 ranks.
         pairs_total: (query, key) pairs computed: policies that cut documents compute fewer, another function.
         received_tokens_max: most query and key rows that one server receives.
-        buffer_bytes_max: most bytes that exchange buffers of one layer's attention take on one rank at a time, where
-            received rows are kept until backward.
+        buffer_bytes_max: most bytes that exchange buffers of one layer's attention take on one rank at a time, in the
+            memory mode that was planned for.
         tasks, moved_tasks: all of them, and those computed elsewhere than where their queries live.
         tokens_max_over_mean: tokens of the fullest rank over the mean: the imbalance of memory.
     """
@@ -71,6 +78,7 @@ class PlanFigures:
     tasks: int
     moved_tasks: int
     tokens_max_over_mean: float
+    spanning_lower_bound_bytes: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,8 +101,10 @@ def measure_plan(
     tolerance: float,
     topology: Topology | None = None,
     window: int | None = None,
+    objective: Objective = DEFAULT_OBJECTIVE,
     batch: int = 0,
     layout_chosen: bool = False,
+    spanning_bound: bool = True,
     repeats: int = REPEATS,
     clock: Clock = time.perf_counter,
 ) -> MeasuredPlan:
@@ -102,8 +112,11 @@ def measure_plan(
     on packed chunks does.
 
     Args:
+        objective: what `balanced` balances and whose bytes it makes few. The other policies have no such choice; all
+            figures of bytes are those of a forward pass, and its memory mode is the one of `buffer_bytes_max`.
         layout_chosen: where a document spans ranks, `balanced` lays the documents out anew (`planner.layouts`) before
             it plans; `plan_ms` counts that.
+        spanning_bound: whether to search for `spanning_lower_bound_bytes`: a third of a second at 64 ranks.
 
     Raises:
         UsageError, PlanError: as `make_plan`.
@@ -120,13 +133,19 @@ def measure_plan(
         if relays:
             placed = choose_layout(
                 layout.doc_lengths.tolist(), tokens_per_rank, layout.ranks,
-                shape=shape, topology=topology, tolerance=tolerance, window=window,
+                shape=shape, topology=topology, tolerance=tolerance, window=window, objective=objective,
             )  # fmt: skip
-        return make_plan(placed, policy=policy, topology=topology, shape=shape, tolerance=tolerance, window=window)
+        row_keys = objective.row_keys if policy == "balanced" else 0
+        return make_plan(
+            placed, policy=policy, topology=topology, shape=shape, tolerance=tolerance, window=window,
+            passes=objective.passes, memory=objective.memory,
+            objective="time" if row_keys else "pairs", row_keys=row_keys or None,
+        )  # fmt: skip
 
     plan_s, plan = fastest(plan_it, repeats, clock)
     tables_s, tables = fastest(lambda: build_all_tables(plan), repeats, clock)
     report = verify(plan, tables)
+    bounds = _bounds(plan, SPANNING_BOUND_RANKS if spanning_bound else 0)
     figures = PlanFigures(
         batch=batch,
         plan_ms=plan_s * 1e3,
@@ -136,16 +155,36 @@ def measure_plan(
         bytes_out_max_over_mean=report.bytes_out_max_over_mean,
         bytes_in_max_over_mean=report.bytes_in_max_over_mean,
         busiest_bytes=report.busiest_bytes,
-        busiest_lower_bound_bytes=busiest_bytes_bound(plan.layout, topology, shape, tolerance, window),
-        lower_bound_bytes=total_bytes_bound(plan.layout, topology, shape, tolerance, window),
+        busiest_lower_bound_bytes=bounds.busiest,
+        lower_bound_bytes=bounds.total,
         pairs_total=report.pairs_total,
         received_tokens_max=report.received_tokens_max,
-        buffer_bytes_max=report.buffer_bytes_max(),
+        buffer_bytes_max=report.buffer_bytes_max(objective.memory),
         tasks=report.tasks,
         moved_tasks=report.moved_tasks,
         tokens_max_over_mean=max_over_mean(plan.layout.tokens_by_rank),
+        spanning_lower_bound_bytes=bounds.spanning,
     )
     return MeasuredPlan(plan, figures, report.work_by_server)
+
+
+class _Bounds(NamedTuple):
+    """As the figures of the same names."""
+
+    total: int | None = None
+    busiest: int | None = None
+    spanning: int | None = None
+
+
+def _bounds(plan: DispatchPlan, spanning_ranks: int) -> _Bounds:
+    """What any plan on the same layout sends at least; spanning documents up to so many ranks. Proved for pairs."""
+    if plan.row_keys:
+        return _Bounds()
+    case = plan.layout, plan.topology, plan.shape, plan.tolerance, plan.window
+    total, spanning = total_bytes_bound(*case), None
+    if total is None and plan.layout.ranks <= spanning_ranks:
+        spanning = spanning_bytes_bound(*case)
+    return _Bounds(total, busiest_bytes_bound(*case), spanning)
 
 
 def fastest(work: Callable[[], Result], repeats: int, clock: Clock = time.perf_counter) -> tuple[float, Result]:
