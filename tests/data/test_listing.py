@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_linked_folders_are_followed_once(tree: Path) -> None:
     (tree / "a" / "loop").symlink_to(tree, target_is_directory=True)
     (tree / "other").symlink_to(tree / "a" / "b", target_is_directory=True)
     assert sum(n.endswith("c.txt") for n in names(tree)) == 1
+
+
+def test_only_regular_files_are_read(tree: Path) -> None:
+    os.mkfifo(tree / "pipe.txt")
+    (tree / "linked.txt").symlink_to(tree / "pipe.txt")
+    (tree / "null.py").symlink_to("/dev/null")
+    (tree / "fine.txt").symlink_to(tree / "b.py")
+    listing = list_source(SourceConfig(path=str(tree)))
+    assert [f.name for f in listing.files] == ["B.py", "a/b/c.txt", "a/z.md", "b.py", "fine.txt"]
+    assert listing.ignored == {"special file": 3, ".png": 1}
+    assert names(f"{tree}/*.txt") == ["fine.txt"]
+    with pytest.raises(UsageError, match=r"pipe.txt: a pipe, socket or device"):
+        list_source(SourceConfig(path=str(tree / "pipe.txt")))
 
 
 def test_missing_folder_names_what_is_near(tree: Path) -> None:

@@ -83,11 +83,12 @@ def test_killed_worker_changes_nothing(pool: WorkerPool, documents: Path, tmp_pa
     assert not list(killed.checkpoint_dir.glob(".partial-*"))
 
 
-def test_interrupt_saves_and_exits_130(documents: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupt_saves_and_exits_130(documents: Path, tmp_path: Path, number: signal.Signals) -> None:
     config = small_config(documents, tmp_path / "out", steps=100_000)
     process = start(config, tmp_path, "--nproc", "2")
     wait_until(process, lambda: len(steps_done(config)) >= 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     done = len(steps_done(config))
@@ -96,6 +97,28 @@ def test_interrupt_saves_and_exits_130(documents: Path, tmp_path: Path) -> None:
     assert summary["steps"] == done
     assert [p.name for p in complete_checkpoints(config.checkpoint_dir)] == [f"step-{done:08d}"]
     assert summary["checkpoint"].endswith(f"step-{done:08d}")
+
+
+@needs_proc
+def test_workers_save_and_end_when_their_launcher_is_killed(documents: Path, tmp_path: Path) -> None:
+    config = small_config(documents, tmp_path / "out", steps=100_000)
+    process = start(config, tmp_path, "--nproc", "2")
+    wait_until(process, lambda: len(steps_done(config)) >= 2)
+    second = start(config, tmp_path)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2 and "another run is using it" in err and len(err.splitlines()) == 1, err
+    workers = workers_of(process)
+    process.kill()
+    try:
+        _, err = process.communicate(timeout=60)  # until the workers have closed the pipes too
+    except subprocess.TimeoutExpired:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+        raise
+    done = len(steps_done(config))
+    assert f"stopped as asked after step {done}" in err and "Traceback" not in err, err
+    assert [p.name for p in complete_checkpoints(config.checkpoint_dir)] == [f"step-{done:08d}"]
+    assert len(workers) == 2 and not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
 
 
 def test_what_one_rank_cannot_read_is_one_line(documents: Path, tmp_path: Path) -> None:

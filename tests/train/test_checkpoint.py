@@ -17,8 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import filesystem
 
-from steelyard.errors import CheckpointError
-from steelyard.train.checkpoint import Checkpointer, RunState, complete_checkpoints, read_run_state
+from steelyard.errors import CheckpointError, UsageError
+from steelyard.train.checkpoint import (
+    Checkpointer,
+    RunState,
+    _AtomicWriter,
+    claim,
+    complete_checkpoints,
+    read_run_state,
+)
 from steelyard.train.config import OptimizerConfig
 from steelyard.train.optimizer import build_adamw
 
@@ -99,6 +106,44 @@ def test_what_a_killed_writer_left_is_not_a_checkpoint(group: dist.ProcessGroup,
     checkpointer.remove_partial()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-00000003"]
     assert complete_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_killed_between_the_two_renames_of_a_replaced_checkpoint(
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_last=2, group=group)
+    save_steps(checkpointer, [4])
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if target.name == "step-00000004":
+            os._exit(7)
+        return real(path, target)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(Path, "rename", rename)
+        (tmp_path / ".partial-step-00000004").mkdir()
+        writer = _AtomicWriter(tmp_path / "step-00000004", state(4), 2)
+        monkeypatch.setattr(filesystem.FileSystemWriter, "finish", lambda *_: None)
+        writer.finish(None, [])  # type: ignore[arg-type]
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert complete_checkpoints(tmp_path) == []
+    checkpointer.remove_partial()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+    assert checkpointer.load(tmp_path / "step-00000004", *parts(3)) == state(4)
+
+
+def test_a_claim_keeps_other_runs_out_and_lets_its_own_workers_in(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with contextlib.ExitStack() as worker:
+        with claim(folder):
+            worker.enter_context(claim(folder, join=True))
+        with pytest.raises(UsageError, match="another run"), claim(folder):  # the launcher was killed, a worker saves
+            pass
+    with claim(folder):
+        pass
 
 
 def test_killed_at_any_point_of_the_write_leaves_the_earlier_one(

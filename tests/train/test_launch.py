@@ -19,7 +19,7 @@ from steelyard.model.config import ModelConfig
 from steelyard.model.weights import load_hf
 from steelyard.observe.records import read_records
 from steelyard.settings import load_toml
-from steelyard.train.checkpoint import complete_checkpoints
+from steelyard.train.checkpoint import claim, complete_checkpoints
 from steelyard.train.config import CheckpointConfig, EvalConfig, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from steelyard.train.launch import _cause, train
 
@@ -133,6 +133,15 @@ def test_wrong_numbers_of_ranks(config: TrainConfig) -> None:
     assert not Path(config.out_dir).exists()
 
 
+def test_a_second_run_in_the_same_folder_is_refused_before_it_changes_anything(config: TrainConfig) -> None:
+    with (
+        claim(config.checkpoint_dir),
+        pytest.raises(UsageError, match=f"{config.checkpoint_dir}: another run") as caught,
+    ):
+        train(config, ranks=1)
+    assert caught.value.exit_code == 2 and not (Path(config.out_dir) / "config.toml").exists()
+
+
 def report(folder: Path, attempt: int, rank: int, kind: str, message: str) -> None:
     values = {"rank": rank, "type": kind, "message": message, "traceback": f"Traceback …\n{kind}: {message}\n"}
     (folder / f"error-{attempt}-{rank}.json").write_text(json.dumps(values), encoding="utf-8")
@@ -174,7 +183,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_the_earlier_checkpoint_intact(
         train(config, ranks=1)
     assert "disk full while writing checkpoint" in str(caught.value) and caught.value.exit_code == 1
     assert "step-00000002 is intact" in str(caught.value)
-    assert [p.name for p in config.checkpoint_dir.iterdir()] == ["step-00000002"]
+    assert [p.name for p in config.checkpoint_dir.iterdir() if p.name != ".lock"] == ["step-00000002"]
     assert len(list(read_records(Path(config.out_dir) / "metrics.jsonl"))) < 50
     monkeypatch.undo()
     assert train(dataclasses.replace(config, steps=6), ranks=1) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
@@ -84,3 +85,18 @@ def test_a_resumed_run_drops_what_comes_after_its_checkpoint(tmp_path: Path) -> 
     with Reporter(tmp_path, steps=9, first_step=6, tensorboard=False, console=Console(file=io.StringIO())) as reporter:
         reporter.steps([record(6)])
     assert [r.step for r in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_terminal_that_closes_does_not_end_the_run(tmp_path: Path) -> None:
+    class Screen(io.StringIO):
+        failure = errno.EIO
+
+        def write(self, text: str) -> int:
+            raise OSError(self.failure, "gone")
+
+    screen = Screen()
+    reporter = Reporter(tmp_path, steps=1, tensorboard=False, progress=False, console=Console(file=screen))
+    reporter.log("step 1")
+    screen.failure = errno.ENOSPC
+    with pytest.raises(OSError, match="gone"):
+        reporter.log("step 2")

@@ -7,6 +7,7 @@ import fnmatch
 import glob
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 COMPRESSIONS = (".gz", ".zst")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
+_SPECIAL = "special file"
 _TEXT_ENDINGS = """
     .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini .cfg .conf
     .py .pyi .pyx .ipynb .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .java .kt .scala .js .jsx .mjs .ts .tsx .vue .css .scss
@@ -46,7 +48,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source in order of name, and how many files were not taken, by their ending."""
+    """The files of a source in order of name, and how many files were not taken, by their ending.
+
+    Pipes, sockets and devices count as `special file`.
+    """
 
     files: tuple[FileEntry, ...]
     ignored: Mapping[str, int]
@@ -69,6 +74,8 @@ def list_source(config: SourceConfig) -> Listing:
         if kind == "datasets":
             raise UsageError(f"data source {config.path}: format 'datasets' needs the folder that save_to_disk wrote")
         return Listing((_entry(root, root.name, kind),), {})
+    if _is_special(root) and not root.is_dir():
+        raise UsageError(f"data source {config.path}: a pipe, socket or device; give a regular file or a folder")
     if root.is_dir():
         if config.format == "datasets" or (config.format == "auto" and _is_saved_dataset(root)):
             return _list_saved_dataset(config, root)
@@ -140,7 +147,7 @@ def _walk(folder: Path, base: Path, exclude: tuple[str, ...]) -> Iterator[tuple[
         )
         for name in sorted(names):
             path = Path(here, name)
-            if not name.startswith(".") and (path.is_file() or path.is_symlink()):
+            if not name.startswith("."):
                 yield path, path.relative_to(base).as_posix()
 
 
@@ -148,6 +155,9 @@ def _select(config: SourceConfig, found: list[tuple[Path, str]]) -> Listing:
     """Keep the files that the format and the suffixes ask for; count the others."""
     wanted: str = config.format
     found = [(path, name) for path, name in found if not _matches(name, config.exclude)]
+    regular = [(path, name) for path, name in found if not _is_special(path)]
+    ignored = Counter({_SPECIAL: len(found) - len(regular)} if len(regular) < len(found) else {})
+    found = regular
     entries = [_entry(path, name, kind_of(name) or "other") for path, name in found]
     if wanted == "auto":
         if config.suffixes:
@@ -160,7 +170,6 @@ def _select(config: SourceConfig, found: list[tuple[Path, str]]) -> Listing:
                 sizes[kind] += entry.size_bytes + 1
         wanted = max(sorted(sizes), key=lambda kind: sizes[kind]) if sizes else "text"
     taken = []
-    ignored = Counter[str]()
     for path, name in found:
         if _is_wanted(config, wanted, name):
             taken.append(_entry(path, name, wanted))
@@ -199,6 +208,14 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
     return "*" in suffixes or name.lower().endswith(tuple(s.lower() for s in suffixes))
+
+
+def _is_special(path: Path) -> bool:
+    """Whether `path`, its links followed, is there and no regular file: opening a pipe would wait for a writer."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False  # reading it reports the error
 
 
 def _entry(path: Path, name: str, kind: str) -> FileEntry:

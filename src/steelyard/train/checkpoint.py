@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from steelyard.domain.units import format_bytes
-from steelyard.errors import CheckpointError
+from steelyard.errors import CheckpointError, UsageError
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial-"
+_REPLACED = ".replaced"
 _RUN_FILE = "run.json"
+_LOCK_FILE = ".lock"
 _FORMAT = 1
 
 
@@ -89,6 +92,40 @@ def read_run_state(path: Path) -> RunState:
         ) from error
 
 
+@contextlib.contextmanager
+def claim(folder: Path, *, join: bool = False) -> Iterator[None]:
+    """Keep the checkpoints in `folder` to one run while this is entered; the kernel ends a claim with its process.
+
+    The claim is advisory: a file system that knows no locks grants every one.
+
+    Args:
+        join: share the claim of the run that this process belongs to, so that it lasts when the launcher is killed.
+
+    Raises:
+        UsageError: another run has it, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UsageError(f"checkpoint folder {folder}: cannot be written ({error}); choose another") from error
+    try:
+        # An exclusive lock shows that nobody else is there; a shared one lets our own workers in and no other run.
+        for kind in (fcntl.LOCK_SH,) if join else (fcntl.LOCK_EX, fcntl.LOCK_SH):
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"checkpoint folder {folder}: another run is using it; wait until that has ended, or choose "
+                    "another out_dir"
+                ) from None
+            except OSError:  # no locks here
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class Checkpointer:
     """Saves and loads checkpoints in one folder. All methods are collective unless they say otherwise.
 
@@ -105,8 +142,16 @@ class Checkpointer:
         self._last: Path | None = None
 
     def remove_partial(self) -> None:
-        """Delete what a killed run left half written. Call it on one rank, before any save; not collective."""
+        """Delete what a killed run left half written, and put back a checkpoint that it was just replacing.
+
+        Call it on one rank, before any save; not collective.
+        """
         if self.folder.is_dir():
+            for path in self.folder.glob(f"{_PARTIAL}step-*{_REPLACED}"):
+                final = path.with_name(path.name.removeprefix(_PARTIAL).removesuffix(_REPLACED))
+                if not final.exists():
+                    path.rename(final)
+                    _sync_folder(self.folder)
             for path in self.folder.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -231,7 +276,7 @@ class _AtomicWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
-        replaced = partial.with_name(f"{partial.name}.replaced")
+        replaced = partial.with_name(f"{partial.name}{_REPLACED}")
         if self._final.exists():  # the same step again, after resuming from an older one
             self._final.rename(replaced)
         partial.rename(self._final)

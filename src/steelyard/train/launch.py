@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,8 +25,17 @@ from steelyard import errors
 from steelyard.errors import PeerError, SteelyardError, UsageError
 from steelyard.settings import ProcessSettings, to_toml
 from steelyard.train.assemble import uses_gpu
+from steelyard.train.checkpoint import claim
 from steelyard.train.config import TrainConfig
-from steelyard.train.worker import CONFIG_FILE, STOP_FILE, SUMMARY_FILE, TRACEBACKS_FILE, run_rank
+from steelyard.train.stopping import forget_lost_terminal, stop_signals
+from steelyard.train.worker import (
+    CONFIG_FILE,
+    LAUNCHER_FILE,
+    STOP_FILE,
+    SUMMARY_FILE,
+    TRACEBACKS_FILE,
+    run_rank,
+)
 
 INTERRUPTED = 130
 _SECONDS_TO_DIE = 10
@@ -50,7 +60,7 @@ def train(
         debug: leave torchrun's own messages and all ranks' tracebacks on.
 
     Returns:
-        Exit code: 0, or 130 after a run that was stopped (Ctrl-C, SIGTERM) and saved.
+        Exit code: 0, or 130 after a run that was stopped (Ctrl-C, SIGTERM, SIGHUP) and saved.
 
     Raises:
         SteelyardError: why the run did not go through; `exit_code` says whether it was a usage error.
@@ -64,20 +74,22 @@ def train(
     if max_restarts < 0:
         raise UsageError(f"max_restarts={max_restarts}, expected 0 or more")
     config.validate(ranks)
-    _save_config(config)
-    if ranks == 1 and max_restarts == 0:
-        summary = json.loads(run_rank(config, settings).to_json())
-    else:
-        summary = launch("steelyard.train.worker", config, ranks, max_restarts=max_restarts, debug=debug)
+    with claim(config.checkpoint_dir):
+        _save_config(config)
+        if ranks == 1 and max_restarts == 0:
+            summary = json.loads(run_rank(config, settings).to_json())
+        else:
+            summary = launch("steelyard.train.worker", config, ranks, max_restarts=max_restarts, debug=debug)
     return _report(summary, as_json)
 
 
 def _train_as_launched(config: TrainConfig, settings: ProcessSettings, as_json: bool) -> int:
     try:
         config.validate(settings.world_size)
-        if settings.rank == 0:
-            _save_config(config)
-        summary = json.loads(run_rank(config, settings).to_json())
+        with claim(config.checkpoint_dir) if settings.rank == 0 else nullcontext():
+            if settings.rank == 0:
+                _save_config(config)
+            summary = json.loads(run_rank(config, settings).to_json())
     except SteelyardError as error:
         if settings.rank == 0:
             raise
@@ -131,6 +143,7 @@ def launch(module: str, config: Any, ranks: int, *, max_restarts: int = 0, debug
     with tempfile.TemporaryDirectory(prefix="steelyard-") as name:
         folder = Path(name)
         (folder / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+        (folder / LAUNCHER_FILE).write_text(str(os.getpid()), encoding="utf-8")
         if debug:
             (folder / TRACEBACKS_FILE).touch()
         agent = LaunchConfig(
@@ -143,8 +156,8 @@ def launch(module: str, config: Any, ranks: int, *, max_restarts: int = 0, debug
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
             max_restarts=max_restarts,
-            # SIGINT and SIGTERM are ours: the agent would give the workers seconds, and a step may take longer.
-            signals_to_handle="SIGHUP,SIGQUIT",
+            # SIGINT, SIGTERM and SIGHUP are ours: the agent would give the workers seconds, and a step may take longer.
+            signals_to_handle="SIGQUIT",
             shutdown_timeout=_SECONDS_TO_DIE,
         )
         try:
@@ -159,17 +172,19 @@ def launch(module: str, config: Any, ranks: int, *, max_restarts: int = 0, debug
 
 @contextmanager
 def _forward_stop(stop_file: Path) -> Iterator[None]:
-    """Hand SIGINT and SIGTERM to the workers as a wish; a second SIGINT ends everything at once."""
+    """Hand SIGINT, SIGTERM and SIGHUP to the workers as a wish; a second SIGINT ends everything at once."""
     interrupts = 0
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
         stop_file.touch()
+        if number == signal.SIGHUP:
+            forget_lost_terminal()
         interrupts += number == signal.SIGINT
         if interrupts > 1:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in stop_signals()}
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ Ranks gather their own figures only when a record is due (one small message), an
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import resource
 import sys
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from steelyard.domain.units import format_count
 from steelyard.model.config import ModelConfig
 from steelyard.observe.records import StepRecord, idle_share, read_records, write_records
+from steelyard.train.stopping import forget_lost_terminal
 
 # Dense matrix-product peaks in FLOP/s as the makers state them, by a part of the device's name: (bf16, fp32 or TF32).
 _PEAKS: tuple[tuple[str, float, float], ...] = (
@@ -214,7 +216,12 @@ class Reporter:
 
     def log(self, message: str) -> None:
         """One line for people."""
-        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        try:
+            self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            forget_lost_terminal()  # closed in the middle of a step: the run is about to be told to save and leave
 
     def steps(self, records: Sequence[StepRecord]) -> None:
         """Write records; a log line for the last of them."""

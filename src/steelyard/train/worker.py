@@ -1,11 +1,12 @@
 """One rank of a training run: joins the others, trains, leaves. Also what `torchrun` starts, as a module.
 
 The launcher hands a *run folder* to its workers: `config.toml` in it says what to do, `summary.json` and `error-….json`
-are the answers, and a file `stop` asks them to stop.
+are the answers, a file `stop` asks them to stop, and `launcher` holds the process id of who waits for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,17 +19,18 @@ from pathlib import Path
 from steelyard.errors import SteelyardError
 from steelyard.settings import ProcessSettings, load_toml
 from steelyard.train.assemble import assemble, choose_device, process_groups
-from steelyard.train.checkpoint import complete_checkpoints
+from steelyard.train.checkpoint import claim, complete_checkpoints
 from steelyard.train.config import TrainConfig
 from steelyard.train.loop import Trainer
 from steelyard.train.metrics import Reporter, RunSummary
-from steelyard.train.stopping import StopRequest
+from steelyard.train.stopping import StopRequest, watch_launcher
 
 CONFIG_FILE, SUMMARY_FILE, STOP_FILE, TRACEBACKS_FILE = "config.toml", "summary.json", "stop", "debug"
+LAUNCHER_FILE = "launcher"
 
 
 def run_rank(config: TrainConfig, settings: ProcessSettings, stop_file: Path | None = None) -> RunSummary:
-    """Train as the rank that `settings` says. Signals SIGINT and SIGTERM end the run after the current step.
+    """Train as the rank that `settings` says. Signals SIGINT, SIGTERM and SIGHUP end the run after the current step.
 
     Raises:
         SteelyardError: see `Trainer.run`.
@@ -65,6 +67,8 @@ def serve(run_folder: Path, run: Callable[[ProcessSettings], str]) -> int:
     """Be one rank for the launcher: `run` returns the answer of rank 0 as JSON; an error is written for the launcher
     to raise. The exit code is 0 also when the run was stopped on request."""
     settings = ProcessSettings.from_environment()
+    with contextlib.suppress(FileNotFoundError):
+        watch_launcher(int((run_folder / LAUNCHER_FILE).read_text(encoding="utf-8")))
     try:
         answer = run(settings)
     except BaseException as error:
@@ -99,7 +103,8 @@ def main(run_folder: Path) -> int:
 
     def run(settings: ProcessSettings) -> str:
         config = load_toml(TrainConfig, run_folder / CONFIG_FILE)
-        return run_rank(config, settings, run_folder / STOP_FILE).to_json()
+        with claim(config.checkpoint_dir, join=True):
+            return run_rank(config, settings, run_folder / STOP_FILE).to_json()
 
     return serve(run_folder, run)
 
