@@ -31,7 +31,7 @@ def test_both_ways_compute_the_same_and_leave_what_they_promise(tmp_path: Path) 
     assert set(figures["packed"]) == set(figures["balanced"]) == WAY_KEYS
     assert figures["loss_max_abs_diff"] < 1e-5 and figures["grad_max_rel_diff"] < 1e-4
     assert figures["ranks"] == 2 and figures["steps"] == 2
-    assert figures["balanced"]["work_max_over_mean"] < 1.1 <= figures["packed"]["work_max_over_mean"]
+    assert 1 <= figures["balanced"]["work_max_over_mean"] < 1.1
     written = {path.name for path in out_dir.iterdir()}
     assert {"demo.json", "work-per-rank.png", "step-timeline.png", "trace-packed.json.gz"} <= written
     runs = json.loads((out_dir / "demo.json").read_text())["runs"]

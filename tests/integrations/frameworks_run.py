@@ -66,7 +66,7 @@ class SlowRank:
     def __init__(self, attached: st.Attachment) -> None:
         self.on = False
         if dist.is_initialized() and dist.get_rank() == 1:
-            attached.model.model.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(0.05) if self.on else None)
+            attached.model.model.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(0.5) if self.on else None)
 
 
 def with_accelerate(ranks: int) -> dict[str, Any]:
