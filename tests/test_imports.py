@@ -11,7 +11,9 @@ import pytest
 
 import steelyard
 
-TORCH_FREE = ["domain", "observe", "cost", "planner", "data", "plots", "simulate", "settings", "errors", "library", "cli"]
+TORCH_FREE = [
+    "domain", "observe", "cost", "planner", "data", "plots", "simulate", "settings", "errors", "library", "cli",
+]  # fmt: skip
 SOURCE = Path(steelyard.__file__).parent
 
 

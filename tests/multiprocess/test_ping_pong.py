@@ -13,6 +13,7 @@ from steelyard.testing.pool import WorkerPool
 
 PING = [[40], [8, 9, 1]]
 PONG = [[3, 5, 30], [20]]
+SLOW_ONE = (on_rank.MODEL, False, "keep")
 REORDERED = (on_rank.MODEL, False, "keep", None, True)
 
 
@@ -75,7 +76,7 @@ def test_a_rank_that_is_slower_computes_less_and_the_model_is_the_same(pool: Wor
     lengths = documents_over(3)
     rates = [Rate(0.0, 3e-8), Rate(0.0, 1e-8), Rate(0.0, 1e-8)]
     loss, gradients = reference_step(lengths, torch.float64)
-    results = pool.run(on_rank.train_step, 3, lengths, "balanced", True, torch.float64, on_rank.MODEL, False, "keep", rates)
+    results = pool.run(on_rank.train_step, 3, lengths, "balanced", True, torch.float64, *SLOW_ONE, rates)
     for work in results[0]["work"]:
         assert work[0] * 3 == pytest.approx(work[1], rel=0.2)  # rows of these short documents are coarse
         assert work[1] == pytest.approx(work[2], rel=0.1)

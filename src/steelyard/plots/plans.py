@@ -84,7 +84,7 @@ def work_by_policy(
             axes.set_visible(False)
         for axes in grid[:-1, :].flat:
             axes.set_xlabel("")
-        draw_work_legend(grid.flat[0], with_base=False)
+        draw_work_legend(grid.flat[0], with_base=False, fair_name="its share")
         figure.align_ylabels()
 
 

@@ -60,9 +60,7 @@ def work_per_rank(
     whose = "the mean" if share is None else "its share of the"
     if title is None:
         most = [float(t.max()) for t in totals]
-        title = (
-            f"{names[0].capitalize()}, the busiest rank has {most[0]:.2f}× {whose} work; {names[1]}, {most[1]:.2f}×"
-        )
+        title = f"{names[0].capitalize()}, the busiest rank has {most[0]:.2f}× {whose} work; {names[1]}, {most[1]:.2f}×"
     with picture(path, height_in=4.2, title=title, note=note) as figure:
         panels = figure.subplots(1, 2, sharey=True)
         for axes, name, (work, below), total in zip(panels, names, heights, totals, strict=True):
