@@ -16,6 +16,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import textwrap
@@ -307,17 +308,33 @@ def _convert(hint: Any, value: Any, keys: Keys, source: _Source) -> Any:
         return {k: _convert(args[1], v, (*keys, k), source) for k, v in value.items()}
     elif origin is Literal and any(type(value) is type(a) and value == a for a in args):
         return value
-    elif hint is float and type(value) in (int, float):
+    elif hint is float and type(value) in (int, float) and has_range(value):
         return float(value)
     elif hint is Path and isinstance(value, (str, Path)):
         return Path(value)
-    if hint is Any or (hint in (bool, int, str) and type(value) is hint):  # not isinstance: true is no whole number
+    if hint is Any or (
+        hint in (bool, int, str) and type(value) is hint and has_range(value)
+    ):  # true is no whole number
         return value
     close = nearest(value, [str(a) for a in args]) if origin is Literal and isinstance(value, str) else None
     raise UsageError(
         f"{source.path}: {_key_text(keys)} = {_toml(value)} in {source.section(keys[:-1])}{source.place(keys)}; "
-        f"expected {type_text(hint)}" + (f"; did you mean {_toml(close)}?" if close else "")
+        f"expected {type_text(hint)}{_range_text(hint, value)}" + (f"; did you mean {_toml(close)}?" if close else "")
     )
+
+
+def has_range(value: object) -> bool:
+    """False for a number that no setting can have: inf, nan, and a whole number of more than TOML's 64 bits."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _range_text(hint: Any, value: Any) -> str:
+    """What a number of the right type is outside of."""
+    if hint is float and type(value) in (int, float):
+        return " that is finite"
+    return " of at most 64 bits" if hint is int and type(value) is int else ""
 
 
 def _convert_union(members: tuple[Any, ...], value: Any, keys: Keys, source: _Source) -> Any:

@@ -92,6 +92,9 @@ def test_flag_names_follow_the_default_instance() -> None:
          "see steelyard try --help"),
         (["--sources.1.weight", "-1"], f"source {LONG_PATH}: weight=-1.0, expected a number >= 0; "
          "see steelyard try --help"),
+        (["--learning-rate", "inf"], "--learning-rate inf: expected a finite number; see steelyard try --help"),
+        (["--chunk-tokens", "9" * 23], f"--chunk-tokens {'9' * 23}: expected a whole number of at most 64 bits; "
+         "see steelyard try --help"),
         (["x", "y"], "unknown argument y; see steelyard try --help"),
     ],
 )  # fmt: skip

@@ -134,6 +134,8 @@ def test_overrides_replace_values_of_the_file_and_reach_into_arrays(tmp_path: Pa
         ('"packed"', '"balancd"', r'policy = "balancd".*expected "packed" or "balanced"; did you mean "balanced"'),
         ("[0.9, 0.99]", "[0.9]", r"betas = \[0.9\] in \[optimizer\] \(line 8\); expected list of 2: number, number"),
         ("[0.9, 0.99]", '[0.9, "x"]', r'betas\[1\] = "x" in .* expected number'),
+        ("weight = 2.5", "weight = nan", r"weight = nan in .* expected number that is finite"),
+        ("steps = 5", "steps = 99999999999999999999999", r"steps = 9+ in .* expected whole number of at most 64 bits"),
         ("weight = 2.5", 'weight = "x"', r'weight = "x" in \[data.sources\] number 2 \(line 15\); expected number'),
         ('path = "b"', "", r'\[data.sources\] number 2 \(line 13\) lacks the key "path": A folder or a file of '
          r"documents$"),
@@ -225,7 +227,9 @@ text = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8
         optimizer=st.builds(
             Optimizer,
             learning_rate=st.floats(0, allow_infinity=False),
-            betas=st.tuples(st.floats(allow_nan=False), st.floats(allow_nan=False)),
+            betas=st.tuples(
+                st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False)
+            ),
             fused=st.booleans(),
         ),
         resume=st.sampled_from(["auto", None]),

@@ -241,11 +241,14 @@ def test_a_failed_save_shows_at_the_next_look(
 
 def test_unreadable_checkpoints_are_named(group: dist.ProcessGroup, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep_last=2, group=group)
-    save_steps(checkpointer, [1])
-    path = tmp_path / "step-00000001"
+    save_steps(checkpointer, [1, 2])
+    path = tmp_path / "step-00000002"
     wide, optimizer = parts(0, width=16)
-    with pytest.raises(CheckpointError, match=r"step-00000001 cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 cannot be loaded.*go on from step-00000001"):
         checkpointer.load(path, wide, optimizer)
+    with pytest.raises(CheckpointError, match=r"step-00000001 cannot be loaded") as oldest:
+        checkpointer.load(tmp_path / "step-00000001", wide, optimizer)
+    assert "go on from" not in str(oldest.value)
     run = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps({**run, "format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):

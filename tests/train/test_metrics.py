@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -100,3 +103,38 @@ def test_a_terminal_that_closes_does_not_end_the_run(tmp_path: Path) -> None:
     screen.failure = errno.ENOSPC
     with pytest.raises(OSError, match="gone"):
         reporter.log("step 2")
+
+
+@contextlib.contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let files of this process grow beyond this, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_the_records_until_there_is_room(tmp_path: Path) -> None:
+    """A run of days must not end because a log cannot be written, and must not end with half a line."""
+    screen = io.StringIO()
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(tmp_path, steps=5, tensorboard=False, console=Console(file=screen, width=400)) as reporter:
+        reporter.steps([record(1)])
+        written = path.read_bytes()
+        with largest_file(len(written) + 10):
+            reporter.steps([record(2)])
+            assert path.read_bytes() == written
+            reporter.steps([record(3)])
+        reporter.steps([record(4)])
+    assert [r.step for r in read_records(path)] == [1, 2, 3, 4]
+    shown = screen.getvalue()
+    assert shown.count("cannot be written") == 1 and "from step 2 on" in shown and "is written again" in shown
+
+
+def test_records_that_never_found_room_are_named(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    with largest_file(0), Reporter(tmp_path, steps=5, tensorboard=False, console=Console(file=screen, width=400)) as r:
+        r.steps([record(1), record(2)])
+    assert "2 records are lost" in screen.getvalue()

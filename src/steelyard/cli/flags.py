@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import tyro
 
 from steelyard.errors import UsageError
-from steelyard.settings import nearest, terminal_columns
+from steelyard.settings import has_range, nearest, terminal_columns
 
 FlagsT = TypeVar("FlagsT")
 
@@ -51,9 +51,28 @@ def parse_flags(
     try:
         # Wide, so that no line of tyro's box is broken; a path must come out of it in one piece.
         with terminal_columns(100_000), contextlib.redirect_stderr(errors):
-            return cli(cls, args=list(argv), **given)
+            flags = cli(cls, args=list(argv), **given)
     except SystemExit as request:
         raise UsageError(f"{_message_of(errors.getvalue())}; see {prog} --help") from request
+    for name, value in _values(flags):
+        if not has_range(value):
+            expected = "a finite number" if isinstance(value, float) else "a whole number of at most 64 bits"
+            raise UsageError(f"--{name} {value}: expected {expected}; see {prog} --help")
+    return flags
+
+
+def _values(flags: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of filled flags, with its flag's name."""
+    if dataclasses.is_dataclass(flags):
+        hints = typing.get_type_hints(type(flags), include_extras=True)
+        for f in dataclasses.fields(flags):
+            name = "" if Flatten in getattr(hints[f.name], "__metadata__", ()) else f.name.replace("_", "-")
+            yield from _values(getattr(flags, f.name), f"{prefix}.{name}".strip("."))
+    elif isinstance(flags, (tuple, list)):
+        for i, item in enumerate(flags):
+            yield from _values(item, f"{prefix}.{i}" if dataclasses.is_dataclass(item) else prefix)
+    else:
+        yield prefix, flags
 
 
 def flag_names(cls: Any, default: Any = None, prefix: str = "") -> Iterator[str]:

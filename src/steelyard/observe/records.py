@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +113,21 @@ def idle_share(busy_by_rank_s: Sequence[float], step_time_s: float) -> float:
 
 
 def write_records(path: str | Path, records: Iterable[StepRecord]) -> None:
-    """Append the records to a JSON-lines file, creating it if need be."""
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.writelines(record.to_json() + "\n" for record in records)
+    """Append the records to a JSON-lines file, creating it if need be: all of them, or none.
+
+    Raises:
+        OSError: they cannot be written; the file is as it was.
+    """
+    data = "".join(record.to_json() + "\n" for record in records).encode()
+    with Path(path).open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            written = 0
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def read_records(path: str | Path) -> Iterator[StepRecord]:

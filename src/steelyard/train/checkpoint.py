@@ -88,7 +88,7 @@ def read_run_state(path: Path) -> RunState:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is no readable checkpoint ({type(error).__name__}: {error}); "
-            "give a folder named step-… that holds run.json"
+            f"expected a folder named step-… that holds run.json{_older_one(path)}"
         ) from error
 
 
@@ -211,9 +211,9 @@ class Checkpointer:
         try:
             load(state, storage_reader=FileSystemReader(path), process_group=self._group)
         except CheckpointException as error:
-            raise CheckpointError(f"checkpoint {path} cannot be loaded: {_first_failure(error)[1]}") from error
+            raise CheckpointError(_not_loadable(path, _first_failure(error)[1])) from error
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
+            raise CheckpointError(_not_loadable(path, error)) from error
         set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         torch.set_rng_state(random_state)
         return run
@@ -287,6 +287,17 @@ class _AtomicWriter(FileSystemWriter):
             doomed = old.with_name(f"{_PARTIAL}{old.name}.old")
             old.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _not_loadable(path: Path, cause: BaseException) -> str:
+    return f"checkpoint {path} cannot be loaded: {cause}{_older_one(path)}"
+
+
+def _older_one(path: Path) -> str:
+    """What to do about a damaged checkpoint, if there is an older one."""
+    complete = complete_checkpoints(path.parent)
+    older = complete[: complete.index(path)] if path in complete else []
+    return f"; to go on from {older[-1].name}, move {path.name} out of its folder" if older else ""
 
 
 def _sync_folder(folder: Path) -> None:

@@ -226,7 +226,12 @@ def _check_numbers(config: TrainConfig) -> None:
         ("optimizer.min_lr_ratio", optimizer.min_lr_ratio, 0 <= optimizer.min_lr_ratio <= 1, "0 to 1"),
         ("optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm >= 0, "0 (no clipping) or more"),
         ("attention.tolerance", config.attention.tolerance, config.attention.tolerance >= 0, "0 or more, such as 0.05"),
-        ("attention.timeout_s", config.attention.timeout_s, config.attention.timeout_s > 0, "seconds above 0"),
+        (
+            "attention.timeout_s",
+            config.attention.timeout_s,
+            0 < config.attention.timeout_s <= 1e7,
+            "0 to 10 million seconds",
+        ),
         ("checkpoint.every_steps", config.checkpoint.every_steps, config.checkpoint.every_steps >= 0, "0 or more"),
         (
             "checkpoint.every_minutes",

@@ -5,12 +5,13 @@ Ranks gather their own figures only when a record is due (one small message), an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -192,6 +193,7 @@ class Reporter:
         self.console = console if console is not None else Console(stderr=True)
         self._path = out_dir / "metrics.jsonl"
         self._steps, self._every = steps, every
+        self._unwritten: list[StepRecord] = []
         self._drop_from(first_step)
         self._board = None
         if tensorboard:
@@ -227,9 +229,9 @@ class Reporter:
         """Write records; a log line for the last of them."""
         if not records:
             return
-        write_records(self._path, records)
+        self._write(records)
         for record in records:
-            self._to_board(record)
+            self._to_board(record.step, _scalars(record))
         last = records[-1]
         self.log(last.log_line())
         if self._progress is not None and self._task is not None:
@@ -239,37 +241,55 @@ class Reporter:
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """The loss of the evaluation split after `step`."""
         self.log(f"evaluation after step {step}: loss {loss:.4f} over {tokens} tokens")
-        if self._board is not None:
-            self._board.add_scalar("eval/loss", loss, step)
+        self._to_board(step, {"eval/loss": loss})
 
     def close(self) -> None:
         """End the progress line and close the files."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        if self._unwritten:
+            self._write([])
+        if self._unwritten:
+            self.log(f"warning: {self._path} still cannot be written: {len(self._unwritten)} records are lost")
         if self._board is not None:
-            self._board.close()
+            with self._board_may_fail():
+                self._board.close()
             self._board = None
 
-    def _to_board(self, record: StepRecord) -> None:
-        if self._board is None:
+    def _write(self, records: Sequence[StepRecord]) -> None:
+        """Append to `metrics.jsonl`. A full disk is no reason to lose a run: records wait until there is room."""
+        waiting = bool(self._unwritten)
+        self._unwritten += records
+        try:
+            write_records(self._path, self._unwritten)
+        except OSError as error:
+            if not waiting:
+                self.log(
+                    f"warning: {self._path} cannot be written ({error.strerror}); training goes on, and the records "
+                    f"from step {records[0].step} on are kept until they can be"
+                )
             return
-        scalars = {
-            "train/loss": record.loss,
-            "train/learning_rate": record.learning_rate,
-            "train/grad_norm": record.grad_norm,
-            "speed/tokens_per_s": record.tokens_per_s,
-            "speed/step_time_s": record.step_time_s,
-            "speed/mfu": record.mfu,
-            "balance/idle_share": record.idle_share,
-            "balance/work_max_over_mean": record.work_max_over_mean,
-            "balance/exposed_comm_s": record.exposed_comm_s,
-            "balance/slowest_rank": record.slowest_rank,
-            "memory/peak_bytes": record.peak_memory_bytes,
-        }
-        for name, value in scalars.items():
-            if value is not None:
-                self._board.add_scalar(name, value, record.step)
+        if waiting:
+            self.log(f"{self._path} is written again, with all records since step {self._unwritten[0].step}")
+        self._unwritten.clear()
+
+    def _to_board(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        with self._board_may_fail():
+            for name, value in scalars.items():
+                if self._board is not None and value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    @contextlib.contextmanager
+    def _board_may_fail(self) -> Iterator[None]:
+        """TensorBoard's files are a copy of `metrics.jsonl`: the run does without them if they cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self.log(
+                f"warning: TensorBoard's files cannot be written ({error.strerror}); training goes on without them"
+            )
+            self._board = None
 
     def _drop_from(self, first_step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -280,3 +300,20 @@ class Reporter:
         rewritten.unlink(missing_ok=True)
         write_records(rewritten, kept)
         rewritten.replace(self._path)
+
+
+def _scalars(record: StepRecord) -> dict[str, float | None]:
+    """TensorBoard's name of each figure."""
+    return {
+        "train/loss": record.loss,
+        "train/learning_rate": record.learning_rate,
+        "train/grad_norm": record.grad_norm,
+        "speed/tokens_per_s": record.tokens_per_s,
+        "speed/step_time_s": record.step_time_s,
+        "speed/mfu": record.mfu,
+        "balance/idle_share": record.idle_share,
+        "balance/work_max_over_mean": record.work_max_over_mean,
+        "balance/exposed_comm_s": record.exposed_comm_s,
+        "balance/slowest_rank": record.slowest_rank,
+        "memory/peak_bytes": record.peak_memory_bytes,
+    }
