@@ -1,6 +1,6 @@
 """Fit constants of device profiles on the published rows whose role is `fitted`, and print them beside the profile's.
 
-    python benchmarks/fit_profiles.py [h100 | a100 | b200 | triton | kernels]
+    python benchmarks/fit_profiles.py [h100 | a100 | b200 | triton | kernels | collectives]
 
 Nothing is written: a fitted value goes into `src/steelyard/cost/data/*.toml` by hand, with its source. Held-out rows
 are never read here; the roles are those of `simulate.published` and `simulate.microbenchmarks`. Needs scipy.
@@ -17,6 +17,7 @@ from scipy.optimize import least_squares
 
 from steelyard.cost.attention_kernels import TileKernel
 from steelyard.cost.profiles import DeviceProfile, load_profile
+from steelyard.simulate import passes
 from steelyard.simulate.microbenchmarks import measurements
 from steelyard.simulate.published import Case, cases_of
 from steelyard.simulate.step import simulate_step
@@ -27,13 +28,19 @@ TABLES = load_tables()
 Bounds = tuple[float, float]
 
 
+TENSOR_LAUNCHES = "TENSOR_LAUNCHES"
+"""A constant of `simulate.passes`, not of a profile, that is fitted with the A100's."""
+
+
 def with_values(profile: DeviceProfile, names: Sequence[str], values: Sequence[float]) -> DeviceProfile:
     """A profile with other constants; `kernel.field` names one of a kernel."""
     constants: dict[str, float] = {}
     kernels = dict(profile.kernels)
     for name, value in zip(names, values, strict=True):
         kernel, dot, field = name.partition(".")
-        if dot:
+        if name == TENSOR_LAUNCHES:
+            passes.TENSOR_LAUNCHES = float(value)
+        elif dot:
             kernels[kernel] = dataclasses.replace(kernels[kernel], **{field: float(value)})
         else:
             constants[name] = float(value)
@@ -76,6 +83,8 @@ def fit(
 
 
 def value_of(profile: DeviceProfile, name: str) -> float:
+    if name == TENSOR_LAUNCHES:
+        return float(passes.TENSOR_LAUNCHES)
     kernel, dot, field = name.partition(".")
     return float(getattr(profile.kernels[kernel], field) if dot else getattr(profile, name))
 
@@ -102,6 +111,24 @@ def fit_kernel(device: str, kernel: str, source: str, label: str) -> None:
     report(f"{device} {kernel} on {source}, {label}", names, start, found.x, errors(start), errors(found.x))
 
 
+def fit_collectives(device: str, constant: str, bounds: Bounds, label: str, smallest_bytes: int) -> None:
+    """One constant of the collectives, on rows of one kind from a size on."""
+    base = load_profile(device)
+
+    def errors(values: Sequence[float]) -> np.ndarray:
+        profile = with_values(base, [constant], values)
+        rows = [
+            m
+            for m in measurements("kernel_network_gemm", TABLES["kernel_network_gemm"], {device: profile})
+            if m.role == "fitted" and label in m.label and int(m.label.split()[-2]) >= smallest_bytes
+        ]
+        return np.log([m.predicted_s / m.measured_s for m in rows])
+
+    start = [value_of(base, constant)]
+    found = least_squares(errors, start, bounds=([bounds[0]], [bounds[1]]), x_scale=start, loss="soft_l1", f_scale=0.1)
+    report(f"{device} on {label}", [constant], start, found.x, errors(start), errors(found.x))
+
+
 def report(
     title: str,
     names: Sequence[str],
@@ -116,7 +143,7 @@ def report(
 
 
 def main(chosen: Sequence[str]) -> None:
-    what = chosen or ["kernels", "h100", "triton", "a100", "b200"]
+    what = chosen or ["kernels", "collectives", "h100", "triton", "a100", "b200"]
     if "kernels" in what:
         fit_kernel("h200", "fa2", "kernel_distca_profile", "")
         for kernel in ("fa2", "fa3", "cudnn"):
@@ -125,6 +152,9 @@ def main(chosen: Sequence[str]) -> None:
     if "h100" in what:
         bounds = {"gemm_efficiency": (0.4, 0.8), "gemm_efficiency_fp8": (0.3, 0.75), "fp8_transfers": (0.0, 40.0)}
         fit("h100", ["nvidia_dgxc_h100_weak_scaling"], bounds)
+    if "collectives" in what:
+        fit_collectives("h200", "switch_all_reduce_bytes_per_s", (1e11, 1e12), "all_reduce H200 × 8", 2**26)
+        fit_collectives("b200", "network_hop_s", (1e-6, 2e-4), "all_reduce B200 × 32", 0)
     if "triton" in what:
         for device, gpu in (("h100", "H100"), ("a100", "A100")):
             bounds = {"triton.block_s": (1e-6, 1e-5)}
@@ -132,7 +162,7 @@ def main(chosen: Sequence[str]) -> None:
     if "a100" in what:
         bounds = {
             "gemm_efficiency": (0.6, 0.86), "eager_transfers": (12.0, 80.0), "unfused.score_bytes": (4.0, 60.0),
-            "eager_host_s": (1e-4, 3e-3), "gemm_half_size": (10.0, 800.0),
+            "eager_host_s": (1e-4, 3e-3), "gemm_half_size": (10.0, 800.0), TENSOR_LAUNCHES: (0.0, 0.6),
         }  # fmt: skip
         fit("a100", ["vtrain_a100_multi_node", "vtrain_a100_single_node"], bounds)
     if "b200" in what:

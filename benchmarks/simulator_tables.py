@@ -2,7 +2,8 @@
 
     python benchmarks/simulator_tables.py ../shared/validation
 
-Rows become columns with their names once; nothing else changes. Facts and their sources only.
+Rows become columns with their names once; nothing else changes. Facts and their sources only. One table more,
+`distca_runs.json`, was read from a public repository by hand and is in that form already.
 """
 
 from __future__ import annotations

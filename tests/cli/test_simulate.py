@@ -138,6 +138,23 @@ def test_wrong_usage(argv: list[str], message: str, config: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.nightly
+def test_calibrate_writes_a_profile_that_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it takes a minute on two quiet cores, so nothing of it is asked for in every run of the tests."""
+    values = run(capsys, "calibrate", "--nproc", "2", "--rounds", "1", "--out", str(tmp_path / "mine.toml"))
+    assert values["took_s"] < 300
+    assert {p.name for p in tmp_path.iterdir()} == {"mine.toml"}
+    (tmp_path / "c.toml").write_text(
+        '[cluster]\ndevices = 2\n[run]\nprecision = "fp32"\nchunk_tokens = 1024\n[documents]\nlength = 64\n'
+    )
+    found = run(
+        capsys, "simulate", str(tmp_path / "c.toml"), "--model.name", "qwen3-0.6b",
+        "--cluster.device", str(tmp_path / "mine.toml"),
+    )  # fmt: skip
+    assert found["step_time_s"] > 0
+    assert all("measured on" in values["sources"][f"kernels.measured.{c}"] for c in ("row_s", "product_s"))
+
+
 @pytest.mark.parametrize("command", ["simulate", "advise", "validate", "calibrate"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

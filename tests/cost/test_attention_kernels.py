@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.cost.attention_kernels import BLOCK_KEYS, TILE_QUERIES, UnfusedKernel, range_counts
+from steelyard.cost.attention_kernels import BLOCK_KEYS, TILE_QUERIES, StripKernel, UnfusedKernel, range_counts
 from steelyard.cost.profiles import load_profile
 
 
@@ -32,6 +32,11 @@ def test_counts_are_those_of_counting(start: int, length: int) -> None:
     found = (int(counts.tiles[0]), int(counts.blocks[0]), int(counts.masked[0]))
     assert found == counted(start, start + length)
     assert counts.pairs[0] == sum(range(start + 1, start + length + 1))
+    assert (counts.ranges[0], counts.rows[0]) == (int(length > 0), length)
+    strips = [
+        (first, min(first + TILE_QUERIES, start + length)) for first in range(start, start + length, TILE_QUERIES)
+    ]
+    assert counts.scores[0] == sum((last - first) * last for first, last in strips)
 
 
 def test_time_is_additive_over_ranges_cut_at_tiles() -> None:
@@ -72,3 +77,21 @@ def test_unfused_attention_pays_for_masked_pairs() -> None:
     kernel = UnfusedKernel(0.0, 1e12, 10.0, 1e12, 2.0)
     counts = range_counts(np.array([0]), np.array([1000]))
     assert kernel.forward_s(counts, 2, 64)[0] == pytest.approx(1000 * 1000 * 2 * (4 * 64 + 10) / 1e12)
+
+
+def test_strips_count_rows_and_scores_and_nothing_that_is_not_there() -> None:
+    kernel = StripKernel(7.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.25, 0.0)
+    counts = range_counts(np.array([0, 100]), np.array([64, 101]))
+    forward_s = kernel.forward_s(counts, 2, 4)
+    assert forward_s.tolist() == [
+        5 + 2 * (64 * (3 + 4 * 2) + 64 * 64 * (1 + 4 * 0.5)),
+        5 + 2 * ((3 + 4 * 2) + 101 * (1 + 4 * 0.5)),
+    ]
+    assert kernel.backward_s(forward_s, counts, 2, 4).tolist() == [7 + 2 * 64 * 64 * 0.25, 7 + 2 * 101 * 0.25]
+    # A row is worth as many pairs as make one pair more as dear: half a strip above the diagonal, and its own cost.
+    per_score_s = 1 + 4 * 0.5 + 0.25
+    assert kernel.row_scores(4) == pytest.approx(127 / 2 + (3 + 4 * 2) / per_score_s)
+    rows = 128 * 40
+    whole = range_counts(np.array([0]), np.array([rows]))
+    total_s = float((kernel.forward_s(whole, 1, 4) + kernel.backward_s(forward_s[:1], whole, 1, 4))[0]) - 5 - 7
+    assert total_s / per_score_s == pytest.approx(float(whole.pairs[0]) + rows * kernel.row_scores(4))

@@ -12,6 +12,7 @@ from steelyard.cost.collectives import (
     all_reduce_s,
     all_to_all_s,
     group_of,
+    reduce_scatter_s,
     send_s,
     wide_all_reduce_s,
 )
@@ -60,7 +61,11 @@ def test_collectives() -> None:
     assert all_gather_s(size, Group(1, 1), H100) == 0
     assert all_gather_s(0, inside, H100) == 0
     assert all_gather_s(size, inside, H100) == pytest.approx(51e-6 + size * 7 / 8 / 375e9)
-    assert all_reduce_s(size, inside, H100) == pytest.approx(51e-6 + 2 * size * 7 / 8 / 375e9)
+    assert all_reduce_s(size, inside, H100) == pytest.approx(51e-6 + size / 265e9)  # the switch adds
+    assert all_reduce_s(size, inside, load_profile("a100")) == pytest.approx(51e-6 + 2 * size * 7 / 8 / 230e9)
+    assert all_reduce_s(size, Group(4, 4), H100) == pytest.approx(51e-6 * 3 / 4 + 2 * size * 3 / 4 / 375e9)
+    own_part_s = reduce_scatter_s(size, Group(2, 2), H100) - all_gather_s(size, Group(2, 2), H100)
+    assert own_part_s == pytest.approx(6 * size / 2 / 3.35e12)
     assert all_gather_s(size, Group(16, 1), H100) > 5 * all_gather_s(size, across, H100)
     assert send_s(size, H100, same_node=False) > send_s(size, H100, same_node=True)
 
@@ -76,7 +81,7 @@ def test_uneven_all_to_all_waits_for_the_larger_direction_of_each_rank() -> None
     none = np.zeros(3)
     out, arrive = np.array([4.7e9, 0, 0]), np.array([0, 4.7e9, 0])
     times = all_to_all_s(none, none, out, arrive, H100)
-    assert times[0] == times[1] == pytest.approx(51e-6 + 8e-6 + 0.1)
+    assert times[0] == times[1] == pytest.approx(51e-6 + H100.network_hop_s + 0.1)
     assert times[2] == 51e-6
 
 

@@ -124,7 +124,7 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="batch 0 holds 8 tokens"):
         documents.batch(0, 9, 0)
     path.write_text("[1, 0]")
-    with pytest.raises(UsageError, match="non-empty list of positive"):
+    with pytest.raises(UsageError, match="holds 0, expected positive whole numbers"):
         documents_from_json(path)
     with pytest.raises(UsageError, match="there is no file"):
         documents_from_json(tmp_path / "none.json")

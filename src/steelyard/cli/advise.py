@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.table import Table
 
-from steelyard.cli.flags import Flatten, Switch, parse_flags
+from steelyard.cli.flags import Flatten, Switch, check_picture, parse_flags
 from steelyard.cli.output import command_output
-from steelyard.domain.units import format_time
+from steelyard.domain.units import format_bytes, format_time
 from steelyard.errors import UsageError
 from steelyard.settings import load_toml
 from steelyard.simulate.advise import advise, as_json, describe, reason_for
@@ -45,31 +45,35 @@ class AdviseFlags:
 def run(argv: Sequence[str], *, debug: bool = False) -> int:
     flags = parse_flags(AdviseFlags, argv, prog="steelyard advise", description=DESCRIPTION, default=_default(argv))
     config = flags.simulation
-    if flags.limit < 1:
-        raise UsageError(f"--limit {flags.limit}: expected at least 1")
+    numbers = {"limit": flags.limit, "processes": flags.processes, "tokens-per-step": flags.tokens_per_step}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: expected at least 1")
+    check_picture(flags.plot)
     tokens = flags.tokens_per_step or config.scenario().tokens_per_step
     with command_output(as_json=flags.json) as output:
         advice = advise(config, tokens_per_step=tokens, limit=flags.limit, processes=flags.processes or _cores())
-        table = Table(
-            title=f"best of {len(advice.outcomes)} configurations, {tokens:,} tokens a step", title_justify="left"
-        )
-        for name in ("configuration", "step", "tokens/s per device", "memory", "why"):
-            table.add_column(name, justify="right" if name in ("step", "tokens/s per device") else "left")
-        for e in advice.best:
-            table.add_row(
-                describe(e.scenario), format_time(e.step_time_s), f"{e.tokens_per_s_per_device:,.0f}",
-                f"{e.memory.expected / 2**30:.0f} GiB, {e.memory.verdict}", reason_for(e),
-            )  # fmt: skip
-        output.console.print(table)
+        say = partial(output.console.print, markup=False, soft_wrap=True)
+        say(f"best of {len(advice.outcomes)} configurations, {tokens:,} tokens a step:")
+        for place, e in enumerate(advice.best, start=1):
+            low, high = e.band_s
+            say(
+                f"{place}. {e.tokens_per_s_per_device:,.0f} tokens/s per device: {format_time(e.step_time_s)} a step "
+                f"({format_time(low)} … {format_time(high)}), {e.memory.verdict}: {format_bytes(e.memory.expected)} of "
+                f"{format_bytes(e.memory.capacity)}"
+            )
+            say(f"   {describe(e.scenario)}")
+            say(f"   {reason_for(e)}")
         if not advice.best:
-            output.console.print("no configuration fits; the nearest needs more devices or a smaller step")
+            say("no configuration fits; the nearest needs more devices or a smaller step")
         for reason, count in advice.refusals.items():
-            output.console.print(f"refused: {count} × {reason}", markup=False)
+            say(f"refused: {count} × {reason}")
         values = as_json(advice)
         if flags.plot is not None:
             from steelyard.plots.simulation import configuration_map  # matplotlib
 
-            configuration_map(flags.plot, advice.outcomes)
+            note = f"{config.model.name} on {config.devices()} × {config.cluster.device}, {tokens:,} tokens a step"
+            configuration_map(flags.plot, advice.outcomes, refusals=advice.refusals, note=note)
             values["written"] = [str(flags.plot)]
         output.result(values)
     return 0 if advice.best else 1

@@ -23,8 +23,8 @@ class CalibrateFlags:
     """The profile to write."""
     nproc: int = 1
     """Processes that measure at once, as they will train at once; with more than one, transfers too."""
-    rounds: int = 5
-    """The best of this many rounds counts."""
+    rounds: int = 3
+    """Windows in which each piece of work is timed; their median counts."""
     json: Switch = False
     """Print one JSON object on stdout and everything else on stderr."""
 
@@ -41,13 +41,25 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
 
     with command_output(as_json=flags.json) as output:
         begin_s = time.perf_counter()
-        profile = fit_profile(measure(flags.nproc, rounds=flags.rounds), load_profile("cpu-local"), name=flags.out.stem)
-        flags.out.write_text(profile_toml(profile), encoding="utf-8")
+
+        def progress(what: str) -> None:
+            output.console.print(f"{time.perf_counter() - begin_s:5.1f} s  {what}", markup=False)
+
+        samples = measure(flags.nproc, rounds=flags.rounds, progress=progress)
+        profile = fit_profile(samples, load_profile("cpu-local"), name=flags.out.stem)
+        # Written beside and moved: a profile is whole or not there.
+        partial = flags.out.with_name(f".{flags.out.name}.partial")
+        try:
+            partial.write_text(profile_toml(profile), encoding="utf-8")
+            partial.replace(flags.out)
+        finally:
+            partial.unlink(missing_ok=True)
         took_s = time.perf_counter() - begin_s
         output.console.print(
             f"{flags.out}: {profile.peak_fp32_flops / 1e9:.0f} GFLOP/s, "
             f"copies {profile.memory_bytes_per_s / 1e9:.1f} GB/s, "
-            f"transfers {profile.node_bytes_per_s / 1e9:.2f} GB/s, in {format_time(took_s)}",
+            + (f"transfers {profile.node_bytes_per_s / 1e9:.2f} GB/s, " if flags.nproc > 1 else "")
+            + f"in {format_time(took_s)}; use it: steelyard simulate CONFIG.toml --cluster.device {flags.out}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
         output.result(

@@ -45,6 +45,8 @@ class SimulateFlags:
 def run(argv: Sequence[str], *, debug: bool = False) -> int:
     flags = parse_flags(SimulateFlags, argv, prog="steelyard simulate", description=DESCRIPTION, default=_default(argv))
     config = flags.simulation
+    if flags.plot is not None and flags.plot.exists() and not flags.plot.is_dir():
+        raise UsageError(f"--plot {flags.plot}: it is a file; expected a folder for pictures and report")
     with command_output(as_json=flags.json) as output:
         chosen = config.run.policy if flags.policy in (None, "all") else flags.policy
         assert chosen != "all"
@@ -69,7 +71,10 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
         if flags.plot is not None:
             from steelyard.plots.simulation_report import write_report  # matplotlib
 
-            written = write_report(flags.plot, estimate, documents, values, compared)
+            # What "before" means in the pictures; refused ones are told only where all were asked for.
+            packed = {} if compared or chosen == "packed" else _compared(config, cache, ("packed",))
+            packed = {name: e for name, e in packed.items() if isinstance(e, StepEstimate)}
+            written = write_report(flags.plot, estimate, documents, values, compared or packed)
             values["written"] = [str(p) for p in written]
             for path in written:
                 output.console.print(f"  {path}", markup=False)
@@ -87,10 +92,12 @@ def _default(argv: Sequence[str]) -> SimulateFlags:
     return SimulateFlags(config=Path(argv[0]), simulation=load_toml(SimulateConfig, argv[0]))
 
 
-def _compared(config: SimulateConfig, cache: WorkloadCache) -> dict[str, StepEstimate | str]:
-    """Every policy on the same documents; what cannot run gives its reason."""
+def _compared(
+    config: SimulateConfig, cache: WorkloadCache, policies: Sequence[PolicyName] = POLICIES
+) -> dict[str, StepEstimate | str]:
+    """Policies on the same documents; what cannot run gives its reason."""
     found: dict[str, StepEstimate | str] = {}
-    for name in POLICIES:
+    for name in policies:
         try:
             found[name] = simulate_step(
                 config.scenario(policy=name), cache, batches=config.sampling.batches, seed=config.sampling.seed
@@ -107,17 +114,17 @@ def _print(console: Console, estimate: StepEstimate, documents: Documents, value
     console.print(
         f"{model_text(scenario.model)} on {scenario.degrees.devices} × {scenario.profile.name}: {scenario.degrees}; "
         f"policy {scenario.policy}",
-        markup=False,
-    )
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
     console.print(
         f"[{color}]{memory.verdict}[/{color}]: {format_bytes(memory.expected)} of {format_bytes(memory.capacity)} "
-        f"({format_bytes(memory.low)} … {format_bytes(memory.high)})"
-    )
+        f"({format_bytes(memory.low)} … {format_bytes(memory.high)})", soft_wrap=True,
+    )  # fmt: skip
     console.print(
         f"[bold]{format_time(estimate.step_time_s)}[/bold] a step ({format_time(low)} … {format_time(high)}), "
         f"{estimate.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {estimate.mfu_causal:.1%} "
-        f"({estimate.mfu:.1%} with attention counted in full)"
-    )
+        f"({estimate.mfu:.1%} with attention counted in full)", soft_wrap=True,
+    )  # fmt: skip
     cause = dominant_cause(estimate)
     console.print(f"most time goes to {CAUSES[cause]}: {estimate.shares[cause]:.0%}")
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -128,27 +135,35 @@ def _print(console: Console, estimate: StepEstimate, documents: Documents, value
     if values["next"]:
         console.print("try next:")
         for suggestion in values["next"]:
-            console.print(f"  {suggestion['change']}  ({suggestion['reason']})", markup=False)
+            console.print(f"  {suggestion['change']}  ({suggestion['reason']})", markup=False, soft_wrap=True)
     if "replicas" in values:
         r = values["replicas"]
         console.print(
             f"{len(r['sites'])} replicas, {r['mode']}: {r['tokens_per_s']:,.0f} tokens/s together, "
-            f"{r['exposed_share']:.1%} of the time in exposed transfers, {r['waiting_share']:.1%} waiting for others"
-        )
-    console.print(f"sampled: {values['sampler']}, {values['batches']} batches", markup=False)
-    console.print("not modelled: " + "; ".join(values["not_modelled"]), markup=False)
+            f"{r['exposed_share']:.1%} of the time in exposed transfers, {r['waiting_share']:.1%} waiting for others",
+            soft_wrap=True,
+        )  # fmt: skip
+    console.print(f"sampled: {values['sampler']}, {values['batches']} batches", markup=False, soft_wrap=True)
+    console.print("not modelled: " + "; ".join(values["not_modelled"]), markup=False, soft_wrap=True)
 
 
 def _print_compared(console: Console, compared: Mapping[str, StepEstimate | str]) -> None:
-    table = Table(title="policies on the same documents", title_justify="left")
-    for name in ("policy", "step", "tokens/s per device", "attention imbalance", "exposed", "bubble", "memory"):
-        table.add_column(name, justify="left" if name in ("policy", "memory") else "right")
+    table = Table(title="policies on the same documents", title_justify="left", box=None, pad_edge=False)
+    for name in ("policy", "step", "tokens/s", "waiting", "exposed", "bubble", "pairs", "memory"):
+        table.add_column(name, justify="left" if name in ("policy", "memory") else "right", no_wrap=True)
     for name, e in compared.items():
         if isinstance(e, str):
-            table.add_row(name, "refused", "", "", "", "", e)
+            table.add_row(name, "refused")
             continue
         table.add_row(
             name, format_time(e.step_time_s), f"{e.tokens_per_s_per_device:,.0f}", f"{e.shares['imbalance']:.1%}",
-            f"{e.exposed_comm_share:.1%}", f"{e.bubble_share:.1%}", f"{e.memory.verdict}",
+            f"{e.exposed_comm_share:.1%}", f"{e.bubble_share:.1%}", f"{e.pairs_kept:.0%}", e.memory.verdict,
         )  # fmt: skip
     console.print(table)
+    for name, e in compared.items():
+        if isinstance(e, str):
+            console.print(f"{name} is refused: {e}", markup=False, soft_wrap=True)
+    console.print(
+        "tokens/s are per device; pairs: share of the attention work that is left where documents are cut",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip

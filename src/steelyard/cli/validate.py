@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from steelyard.cli.flags import Switch, parse_flags
+from steelyard.cli.flags import Switch, check_picture, parse_flags
 from steelyard.cli.output import command_output
 from steelyard.simulate.validate import SourceReport, load_tables, validate
 
@@ -29,6 +29,7 @@ class ValidateFlags:
 
 def run(argv: Sequence[str], *, debug: bool = False) -> int:
     flags = parse_flags(ValidateFlags, argv, prog="steelyard validate", description=DESCRIPTION)
+    check_picture(flags.plot)
     with command_output(as_json=flags.json) as output:
         reports = validate(load_tables(flags.data))
         print_reports(output.console, reports)

@@ -2,7 +2,8 @@
 
 A causal query at position p of its document sees the keys [0, p]: p + 1 pairs. With a window of w keys it sees
 [max(0, p − w + 1), p]: min(p + 1, w) pairs. Everything here is exact integer arithmetic, because the planner decides
-with it and every rank and platform must decide alike. Positions stay below 2³⁰, so that 8 × pairs fits 64 bits.
+with it and every rank and platform must decide alike. Positions stay below 2³⁰ (`domain.limits`), so that 8 × pairs
+fits 64 bits.
 
 Two families: the plain functions take and return Python integers, the `*_array` functions int64 arrays.
 """
@@ -16,9 +17,7 @@ import numpy as np
 from steelyard.domain.arrays import IntArray
 from steelyard.domain.shapes import AttentionShape
 
-MAX_DOCUMENT_TOKENS = 1 << 30
 FORWARD_FLOPS_PER_PAIR_AND_CHANNEL = 4  # two matrix products, a multiplication and an addition each
-QUERY_PAIRS = 400  # what a query costs besides its pairs, in pairs: CPU kernels, both passes (docs/results/demo.md)
 BACKWARD_OVER_FORWARD = 2.5  # five matrix products instead of two, since the scores are computed anew
 
 
@@ -107,8 +106,3 @@ def longest_row_pairs(doc_lengths: IntArray, window: int | None = None) -> int:
 def forward_flops(pair_count: int, shape: AttentionShape) -> int:
     """Floating-point operations of one layer's forward pass over `pair_count` pairs: 4 × heads × head size each."""
     return FORWARD_FLOPS_PER_PAIR_AND_CHANNEL * shape.heads * shape.head_dim * pair_count
-
-
-def backward_flops(pair_count: int, shape: AttentionShape) -> int:
-    """Floating-point operations of one layer's backward pass: 2.5 times the forward's."""
-    return forward_flops(pair_count, shape) * 5 // 2

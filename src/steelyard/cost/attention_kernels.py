@@ -10,6 +10,7 @@ A constant FLOP/s misses measured varlen times by a third; this form by about 5 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -32,6 +33,8 @@ class RangeCounts:
         tiles, blocks, masked: tiles of 128 queries, key blocks of 64 that they walk over, and masked ones among them.
         rectangle: (query, key) pairs with the masked ones, as a kernel that cannot skip them computes.
         pairs: (query, key) pairs that the mask leaves.
+        ranges, rows: query ranges, and their queries.
+        scores: (query, key) pairs that are computed in strips of 128 queries, each against all keys up to its end.
     """
 
     tiles: FloatArray
@@ -39,10 +42,13 @@ class RangeCounts:
     masked: FloatArray
     rectangle: FloatArray
     pairs: FloatArray
+    ranges: FloatArray
+    rows: FloatArray
+    scores: FloatArray
 
     def map(self, change: Callable[[FloatArray], FloatArray]) -> RangeCounts:
         """The same counts in another form."""
-        return RangeCounts(*(change(getattr(self, f)) for f in ("tiles", "blocks", "masked", "rectangle", "pairs")))
+        return RangeCounts(*(change(getattr(self, f.name)) for f in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class TileKernel:
         )
         return one_head * (heads / self.multiprocessors)
 
-    def backward_s(self, forward_s: FloatArray) -> FloatArray:
+    def backward_s(self, forward_s: FloatArray, counts: RangeCounts, heads: float, head_dim: int) -> FloatArray:
         """Seconds of the backward pass of ranges whose forward pass takes `forward_s`."""
         return forward_s * self.backward_ratio
 
@@ -116,19 +122,77 @@ class UnfusedKernel:
         per_pair_s = 4 * head_dim / self.flops_per_s + self.score_bytes / self.memory_bytes_per_s
         return counts.rectangle * (heads * per_pair_s)
 
-    def backward_s(self, forward_s: FloatArray) -> FloatArray:
+    def backward_s(self, forward_s: FloatArray, counts: RangeCounts, heads: float, head_dim: int) -> FloatArray:
         """Seconds of the backward pass of ranges whose forward pass takes `forward_s`."""
         return forward_s * self.backward_ratio
 
 
-AttentionKernel: TypeAlias = TileKernel | UnfusedKernel
+@dataclass(frozen=True)
+class StripKernel:
+    """Attention on the cores of a CPU: no tile is free beside another, so that every row, score and product counts.
+
+    Queries are worked through in strips of 128, the last one as long as what is left, each against all keys up to its
+    end; so a document of 64 tokens costs half of what one of 128 costs per token, where a tile kernel pads it.
+
+    Attributes:
+        floor_s: of one call.
+        range_s: of a query range (a document or a task), all heads together.
+        row_s: of a query row and head.
+        channel_s: of a query row, head and channel: gathering, scaling, writing back.
+        score_s: of a score and head: maximum, exponential, sum.
+        product_s: of a score, head and channel: the two matrix products.
+        backward_range_s, backward_row_s, backward_channel_s, backward_score_s, backward_product_s: the same of the
+            backward pass, which computes the scores anew.
+    """
+
+    floor_s: float
+    range_s: float
+    row_s: float
+    channel_s: float
+    score_s: float
+    product_s: float
+    backward_range_s: float
+    backward_row_s: float
+    backward_channel_s: float
+    backward_score_s: float
+    backward_product_s: float
+
+    def forward_s(self, counts: RangeCounts, heads: float, head_dim: int) -> FloatArray:
+        """Seconds of the forward pass of `heads` heads, without the call's floor; of the shape of the counts."""
+        of_row, of_score = self.row_s + head_dim * self.channel_s, self.score_s + head_dim * self.product_s
+        return _in_strips(counts, heads, self.range_s, of_row, of_score)
+
+    def backward_s(self, forward_s: FloatArray, counts: RangeCounts, heads: float, head_dim: int) -> FloatArray:
+        """Seconds of the backward pass with its call's floor; `forward_s` says nothing about it here."""
+        of_row = self.backward_row_s + head_dim * self.backward_channel_s
+        of_score = self.backward_score_s + head_dim * self.backward_product_s
+        return _in_strips(counts, heads, self.backward_range_s, of_row, of_score) + self.floor_s * (counts.pairs > 0)
+
+    def row_scores(self, head_dim: int) -> float:
+        """What a query row costs besides its pairs, in pairs, both passes together: its own cost and its share of the
+        triangle above the diagonal that a strip computes."""
+        row_s = self.row_s + self.backward_row_s + head_dim * (self.channel_s + self.backward_channel_s)
+        score_s = self.score_s + self.backward_score_s + head_dim * (self.product_s + self.backward_product_s)
+        return row_s / score_s + (TILE_QUERIES - 1) / 2
+
+
+def _in_strips(counts: RangeCounts, heads: float, range_s: float, row_s: float, score_s: float) -> FloatArray:
+    seconds: FloatArray = counts.ranges * range_s + heads * (counts.rows * row_s + counts.scores * score_s)
+    return seconds
+
+
+AttentionKernel: TypeAlias = TileKernel | UnfusedKernel | StripKernel
 
 
 def range_counts(start: IntArray, end: IntArray) -> RangeCounts:
     """The counts of each causal query range [start, end), float64 (ranges,)."""
     tiles, blocks, masked = tile_counts(start, end)
     rectangle: FloatArray = (end - start).astype(np.float64) * end
-    return RangeCounts(tiles, blocks, masked, rectangle, pairs_array(start, end).astype(np.float64))
+    rows = (end - start).astype(np.float64)
+    pairs = pairs_array(start, end).astype(np.float64)
+    last = rows - TILE_QUERIES * np.maximum(tiles - 1, 0)
+    triangles = np.maximum(tiles - 1, 0) * (TILE_QUERIES * (TILE_QUERIES - 1) / 2) + last * (last - 1) / 2
+    return RangeCounts(tiles, blocks, masked, rectangle, pairs, (rows > 0).astype(np.float64), rows, pairs + triangles)
 
 
 def tile_counts(start: IntArray, end: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -2,7 +2,10 @@
 
 A group of n ranks with g of them on each node runs a ring. Inside a node its rate is the node's bus rate per device;
 across nodes each node sends over g ports. An all-gather or reduce-scatter moves (n − 1)/n of the whole, an all-reduce
-twice that. Checked against nccl-tests (docs/results/simulator.md).
+twice that, or once where all devices of a node take part and its switch adds. A start inside a node is the floor that
+was measured with all its devices, in equal parts for the launch and for each doubling of the ranks. A rank's own part
+of a reduce-scatter is added up at the end, when nothing hides it. Checked against nccl-tests
+(docs/results/simulator.md).
 """
 
 from __future__ import annotations
@@ -15,6 +18,11 @@ import numpy as np
 from steelyard.cost.profiles import DeviceProfile
 from steelyard.domain.arrays import FloatArray
 from steelyard.errors import UsageError
+
+OWN_PART_PASSES = 6.0
+"""Passes of a rank's own part through memory that end a reduce-scatter; fitted on reduce-scatters of 8 H200."""
+
+BOARD_DEVICES = 8
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,22 @@ def ring_line(group: Group, profile: DeviceProfile) -> tuple[float, float]:
     """An all-gather's or reduce-scatter's seconds as a line: start, and seconds per byte of the whole."""
     if group.size == 1:
         return 0.0, 0.0
-    rate, latency = profile.node_bytes_per_s, profile.node_floor_s
+    rate, latency = profile.node_bytes_per_s, _start_s(group, profile)
     if group.nodes > 1:
         rate = min(rate, group.per_node * profile.network_bytes_per_s)
         latency += (group.nodes - 1) * profile.network_hop_s if group.nodes <= 8 else _tree_hops(group, profile)
     return latency, (group.size - 1) / group.size / rate
+
+
+def _start_s(group: Group, profile: DeviceProfile) -> float:
+    """Launch and latency inside a node: a part for the launch and one for each doubling of the ranks.
+
+    That holds for the boards of eight devices that it was measured on; elsewhere the floor is that of any group.
+    """
+    if profile.node_size != BOARD_DEVICES:
+        return profile.node_floor_s
+    doublings = log2(min(group.size, group.per_node, profile.node_size))
+    return profile.node_floor_s * (1 + doublings) / (1 + log2(BOARD_DEVICES))
 
 
 def all_gather_s(size_bytes: float, group: Group, profile: DeviceProfile) -> float:
@@ -62,15 +81,20 @@ def _tree_hops(group: Group, profile: DeviceProfile) -> float:
 
 def reduce_scatter_s(size_bytes: float, group: Group, profile: DeviceProfile) -> float:
     """Seconds until every rank has its part of the sum of `size_bytes`."""
-    return all_gather_s(size_bytes, group, profile)
+    if group.size == 1 or size_bytes <= 0:
+        return 0.0
+    own_part_s = OWN_PART_PASSES * size_bytes / group.size / profile.memory_bytes_per_s
+    return all_gather_s(size_bytes, group, profile) + own_part_s
 
 
 def all_reduce_s(size_bytes: float, group: Group, profile: DeviceProfile) -> float:
     """Seconds until every rank has the sum of `size_bytes`."""
     if group.size == 1 or size_bytes <= 0:
         return 0.0
+    if group.nodes == 1 and group.size == profile.node_size and profile.switch_all_reduce_bytes_per_s > 0:
+        return _start_s(group, profile) + size_bytes / profile.switch_all_reduce_bytes_per_s
     once = all_gather_s(size_bytes, group, profile)
-    return 2 * once - profile.node_floor_s
+    return 2 * once - _start_s(group, profile)
 
 
 def send_s(size_bytes: float, profile: DeviceProfile, *, same_node: bool) -> float:

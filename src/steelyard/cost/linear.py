@@ -14,9 +14,6 @@ from steelyard.cost.profiles import DeviceProfile, Precision
 from steelyard.domain.arrays import FloatArray
 from steelyard.domain.model_shape import ModelShape
 
-BACKWARD_OVER_FORWARD = 2.0
-OPTIMIZER_BYTES = 28
-"""AdamW reads and writes master weight and two moments (fp32), reads the gradient, writes the weight."""
 ELEMENT_BYTES = 2
 
 
@@ -52,10 +49,16 @@ def model_flops(shape: ModelShape, tokens: float, pairs: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class TokenWiseCost:
-    """Seconds of one layer's token-wise forward pass on one device, before and after core attention."""
+    """Seconds of one layer's token-wise forward pass on one device.
+
+    Attributes:
+        before_s, after_s: before and after core attention.
+        feed_forward_s: of the latter, the feed-forward layer's products and activation.
+    """
 
     before_s: FloatArray
     after_s: FloatArray
+    feed_forward_s: FloatArray
 
 
 def _product_s(
@@ -87,16 +90,19 @@ def token_wise_cost(
     h, q, k, f = shape.hidden, shape.query_width, shape.key_width, shape.ffn
     local_k = max(k / tensor, shape.head_size)  # key heads are repeated where there are fewer than devices
     before = _product_s(tokens, h, q / tensor + 2 * local_k, profile, precision)
-    after = _product_s(tokens, q / tensor, h, profile, precision)
-    after = after + _product_s(tokens, h, (2 if shape.gated else 1) * f / tensor, profile, precision)
-    after = after + _product_s(tokens, f / tensor, h, profile, precision)
+    output = _product_s(tokens, q / tensor, h, profile, precision)
+    feed_forward = _product_s(tokens, h, (2 if shape.gated else 1) * f / tensor, profile, precision)
+    feed_forward = feed_forward + _product_s(tokens, f / tensor, h, profile, precision)
     # Norms and residuals are split over the tensor axis only with sequence parallelism; the rest always is.
     split = 1 / tensor if sequence_parallel else 0.5 + 0.5 / tensor
     transfers = profile.token_wise_transfers if fused else profile.eager_transfers
+    if shape.gated and not fused:  # SiLU and product are two kernels: five passes of f, where GELU has two of 4h
+        transfers += max(0.0, 5 * f / h - 2 * 4)
     if precision == "fp8":
         transfers += profile.fp8_transfers
     through_memory = transfers * h * tokens * element_bytes * split / profile.memory_bytes_per_s
-    return TokenWiseCost(before + 0.25 * through_memory, after + 0.75 * through_memory)
+    after = output + feed_forward + 0.75 * through_memory
+    return TokenWiseCost(before + 0.25 * through_memory, after, feed_forward + 0.5 * through_memory)
 
 
 def head_s(
@@ -110,4 +116,4 @@ def head_s(
 
 def optimizer_s(parameters: float, profile: DeviceProfile) -> float:
     """AdamW over `parameters` that live on one device."""
-    return parameters * OPTIMIZER_BYTES / profile.memory_bytes_per_s
+    return parameters * profile.optimizer_bytes / profile.memory_bytes_per_s

@@ -4,12 +4,14 @@ A server receives Q query rows and S key/value rows and computes Q output rows w
 sends q and s rows. Under `keep` the received rows, the outputs and the log-sum-exps stay on the server from the forward
 to the backward pass, once per layer under way; under `resend` nothing stays and the home ranks send it all again. What
 is alive at one moment is largest in backward, where gradients stand beside what they are computed from. These are the
-tensors that `runtime.dispatch` asks its arena for, moment by moment; the arena's size classes may add up to a half.
+tensors that `runtime.dispatch` asks its arena for, moment by moment; it holds no more than
+the most that was asked for at one moment, but for the steps in which this grows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +31,11 @@ class ExchangeMemory:
     kept: IntArray
     keep_peak: IntArray
     resend_peak: IntArray
+
+    def of_layers(self, layers: int, mode: Literal["keep", "resend"] = "keep") -> IntArray:
+        """Most bytes over a step of so many layers, int64 (ranks,): under `keep` all of them keep their rows until
+        backward, and one at a time has its exchange under way."""
+        return self.keep_peak + (layers - 1) * self.kept if mode == "keep" else self.resend_peak
 
 
 def exchange_memory(

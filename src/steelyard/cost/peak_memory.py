@@ -14,9 +14,10 @@ from steelyard.cost.profiles import DeviceProfile
 from steelyard.domain.degrees import Degrees, Sharding
 from steelyard.domain.model_shape import ModelShape
 
-Recompute: TypeAlias = Literal["none", "attention", "alternate", "token_wise", "full"]
+Recompute: TypeAlias = Literal["none", "attention", "feed_forward", "products", "alternate", "token_wise", "full"]
 """What the backward pass computes again: nothing; the core attention of unfused kernels ("selective" of Korthikanti);
-every second layer whole; token-wise layers but not attention; every layer whole."""
+the feed-forward layer; every second matrix product and all element-wise work ("selective, op"
+of torchtitan); every second layer whole; token-wise layers but not attention; every layer whole."""
 Verdict: TypeAlias = Literal["fits", "tight", "does not fit"]
 
 CHUNKED_SHARE = 1 / 16
@@ -51,7 +52,7 @@ def activation_bytes(
     if shape.dropout:  # masks of a byte per element, after attention and after the feed-forward layer
         norms += 2 * whole
     if not fused and not shape.dropout:
-        norms += 2 * whole * 4
+        norms += 2 * whole * 4 if e < 4 else 0.0  # in 32 bits they are the layer's own inputs
         attention += (q + k) * e
         feed_forward += f * e
     scores = 5 * shape.heads / tensor * unfused_context if recompute != "attention" else 0.0
@@ -61,6 +62,10 @@ def activation_bytes(
         return block_input
     if recompute == "alternate":
         return (everything + block_input) / 2
+    if recompute == "feed_forward":  # its input stays, the second norm's output
+        return everything - feed_forward
+    if recompute == "products":  # of q, k, v, output, gate, up and down every second result stays, and attention's
+        return block_input + (2 * q + k) * e + 4 * shape.heads / tensor + (f + h / tensor) * e
     if recompute == "token_wise":  # attention's output and log-sum-exp stay; queries, keys and values are made again
         return block_input + q * e + 4 * shape.heads / tensor
     return everything

@@ -17,6 +17,7 @@ A profile that lacks a constant is refused and the constant named: an estimate n
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from steelyard.cost.attention_kernels import AttentionKernel, TileKernel, UnfusedKernel
+from steelyard.cost.attention_kernels import AttentionKernel, StripKernel, TileKernel, UnfusedKernel
 from steelyard.errors import UsageError
 
 Precision: TypeAlias = Literal["bf16", "fp8", "fp32"]
@@ -47,12 +48,15 @@ class DeviceProfile:
             hidden channel of one layer's forward pass.
         eager_transfers: the same where these are separate kernels (frameworks without fusion or compilation).
         fp8_transfers: memory passes that casts and scales add under FP8, in the same unit.
+        token_wise_backward: time of a layer's token-wise backward pass over that of its forward pass.
+        optimizer_bytes: that the optimizer step moves through memory per parameter.
         layer_host_s, eager_host_s: time the host needs to launch one layer's pass, with fused kernels and one by one:
             no pass is faster.
         step_overhead_s: the same of a step: data, norms of gradients, logging.
         tensor_overlap: share of the tensor-parallel transfers that overlapped implementations hide.
         node_size: devices of a node.
         node_floor_s, node_bytes_per_s: of a collective inside a node: start, and bus rate per device.
+        switch_all_reduce_bytes_per_s: rate of an all-reduce of all devices of a node whose switch adds; 0: it does not.
         network_hop_s, network_bytes_per_s: per node on the way of a ring, and rate of a device's port.
         reserved_bytes: what driver, libraries and communication buffers take.
         fragmentation_low, fragmentation_high: what the allocator cannot use, as a share of what is live.
@@ -73,6 +77,8 @@ class DeviceProfile:
     token_wise_transfers: float
     eager_transfers: float
     fp8_transfers: float
+    token_wise_backward: float
+    optimizer_bytes: float
     layer_host_s: float
     eager_host_s: float
     step_overhead_s: float
@@ -80,6 +86,7 @@ class DeviceProfile:
     node_size: int
     node_floor_s: float
     node_bytes_per_s: float
+    switch_all_reduce_bytes_per_s: float
     network_hop_s: float
     network_bytes_per_s: float
     reserved_bytes: float
@@ -118,8 +125,16 @@ class DeviceProfile:
         return dataclasses.replace(self, **changes)
 
 
+_POSITIVE = frozenset(
+    ("memory_bytes", "memory_bytes_per_s", "node_size", "node_bytes_per_s", "network_bytes_per_s", "multiprocessors")
+)
+"""Constants by which something is divided."""
 _CONSTANTS = tuple(f.name for f in dataclasses.fields(DeviceProfile) if f.name not in ("name", "kernels", "sources"))
-_KERNEL_CLASSES: Mapping[str, type[TileKernel] | type[UnfusedKernel]] = {"tiles": TileKernel, "unfused": UnfusedKernel}
+_KERNEL_CLASSES: Mapping[str, type[TileKernel] | type[UnfusedKernel] | type[StripKernel]] = {
+    "tiles": TileKernel,
+    "unfused": UnfusedKernel,
+    "strips": StripKernel,
+}
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
@@ -139,9 +154,12 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
             return _parse(path.read_text("utf-8"), text)
         except FileNotFoundError as error:
             raise UsageError(f"device profile {text}: there is no such file") from error
-    close = get_close_matches(key, (*BUILT_IN, *_ALIASES), n=1, cutoff=0.3)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"device profile {text}: cannot be read as a TOML file ({error})") from error
+    close = get_close_matches(key, BUILT_IN, n=1, cutoff=0.3)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise UsageError(f"unknown device {text!r}; {hint}(known: {', '.join(BUILT_IN)}, or a profile file *.toml)")
+    known = f"known are {', '.join(BUILT_IN)}, or a profile file *.toml"
+    raise UsageError(f"unknown device {text!r}; {hint}{f'({known})' if close else known}")
 
 
 def _parse(text: str, where: str) -> DeviceProfile:
@@ -155,7 +173,8 @@ def _parse(text: str, where: str) -> DeviceProfile:
     for name, entries in table.get("kernels", {}).items():
         form = entries.get("form", "tiles")
         if form not in _KERNEL_CLASSES:
-            raise UsageError(f"device profile {where}: kernels.{name}.form={form!r}, expected tiles or unfused")
+            known = ", ".join(_KERNEL_CLASSES)
+            raise UsageError(f"device profile {where}: kernels.{name}.form={form!r}, expected one of {known}")
         cls = _KERNEL_CLASSES[form]
         wanted = tuple(f.name for f in dataclasses.fields(cls))
         given = {k: v for k, v in entries.items() if k != "form"}
@@ -190,9 +209,11 @@ def _values(
         entry = table[name]
         if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
             raise UsageError(f"device profile {where}: {section}.{name} needs exactly `value` and `source`")
-        if isinstance(entry["value"], bool) or not isinstance(entry["value"], (int, float)) or entry["value"] < 0:
-            raise UsageError(f"device profile {where}: {section}.{name}={entry['value']!r}, expected a number >= 0")
-        found[name] = float(entry["value"])
+        value, expected = entry["value"], "more than 0" if name in _POSITIVE else "0 or more"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and name in _POSITIVE):
+            raise UsageError(f"device profile {where}: {section}.{name}={value!r}, expected a number, {expected}")
+        found[name] = float(value)
         sources[f"{section}.{name}"] = str(entry["source"])
     return found
 

@@ -20,6 +20,8 @@ INK, MUTED, RULE, PALE = "#22272E", "#5B6570", "#D5DAE0", "#E9ECF0"
 
 # Work is blue, what is lost is red or grey.
 TOKEN_WISE, ATTENTION, TRANSFER, WAIT, IDLE = "#9FD0F0", BLUE, GREEN, VERMILION, PALE
+DOCUMENT_COLORS = (ORANGE, "#CC79A7", "#7A4FA3", "#8C6D31", "#F0E442", "#173B63")
+"""Of the longest documents, where attention is coloured by document: none is a track's."""
 TRACK_COLORS = {"compute": TOKEN_WISE, "attention": ATTENTION, "transfer": TRANSFER, "wait": WAIT}
 TRACK_LABELS = {
     "compute": "token-wise layers",

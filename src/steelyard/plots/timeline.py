@@ -11,7 +11,16 @@ from matplotlib.patches import Patch
 from steelyard.domain.units import format_time
 from steelyard.errors import UsageError
 from steelyard.observe.trace import Span, busy_s
-from steelyard.plots.style import IDLE, INK, MUTED, TRACK_COLORS, TRACK_LABELS, picture
+from steelyard.plots.style import (
+    ATTENTION,
+    DOCUMENT_COLORS,
+    IDLE,
+    INK,
+    MUTED,
+    TRACK_COLORS,
+    TRACK_LABELS,
+    picture,
+)
 
 _LANE, _STRIP = (0.06, 0.66), (0.77, 0.13)
 """Bottom and height, within a rank's unit, of the bar of its work and of the strip of its transfers below it."""
@@ -25,6 +34,8 @@ def step_timeline(
     note: str = "",
 ) -> None:
     """Draw one step of every rank, one panel below another on one time axis, coloured by track.
+
+    Attention spans with a `document` (0: the longest, 1, …; −1: any other) among their arguments are coloured by it.
 
     Args:
         panels: {"packed": {rank: spans}, "balanced": {rank: spans}}; each panel's time starts at its first span.
@@ -52,11 +63,14 @@ def step_timeline(
         tracks = [
             t for t in TRACK_COLORS if any(s.track == t for p in panels.values() for ss in p.values() for s in ss)
         ]
+        documents = _documents(panels)
         handles = [Patch(color=TRACK_COLORS[t], label=TRACK_LABELS[t]) for t in tracks]
+        if documents:
+            handles = [h for h in handles if h.get_label() != TRACK_LABELS["attention"]]
+            handles += [Patch(color=_document_color(d), label=_document_label(d, n)) for d, n in documents.items()]
         handles.append(Patch(color=IDLE, label="idle"))
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=len(handles), labelcolor=MUTED, columnspacing=1.6
-        )
+        columns = len(handles) if len(handles) <= 5 else 4
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, labelcolor=MUTED, columnspacing=1.6)
 
 
 def _draw_panel(axes: Axes, spans_by_rank: Mapping[int, Sequence[Span]], length_s: float) -> None:
@@ -66,8 +80,12 @@ def _draw_panel(axes: Axes, spans_by_rank: Mapping[int, Sequence[Span]], length_
         for track, color in TRACK_COLORS.items():
             spans = [s for s in spans_by_rank[rank] if s.track == track]
             bottom, height = _STRIP if track == "transfer" else _LANE
-            bars = [(start_s - origin_s, end_s - start_s) for start_s, end_s in _merged(spans, length_s / 4000)]
-            axes.broken_barh(bars, (lane + bottom, height), color=color, linewidth=0)
+            by_color: dict[str, list[Span]] = {}
+            for span in spans:
+                by_color.setdefault(_document_color(span.args.get("document"), color), []).append(span)
+            for own_color, alike in by_color.items():
+                bars = [(start_s - origin_s, end_s - start_s) for start_s, end_s in _merged(alike, length_s / 4000)]
+                axes.broken_barh(bars, (lane + bottom, height), color=own_color, linewidth=0)
     axes.axvline(length_s, color=INK, linewidth=1.2)
     axes.annotate(
         format_time(length_s), (length_s, 0), xytext=(-5, 4), textcoords="offset points", ha="right", va="bottom",
@@ -79,6 +97,27 @@ def _draw_panel(axes: Axes, spans_by_rank: Mapping[int, Sequence[Span]], length_
     axes.set_yticklabels([f"rank {ranks[i]}" for i in range(0, len(ranks), step)])
     axes.set_ylim(len(ranks), 0)
     axes.spines["left"].set_visible(False)
+
+
+def _document_color(document: object, otherwise: str = ATTENTION) -> str:
+    """Of an attention span of the document of that number; `otherwise` where there is none or it has no name."""
+    known = isinstance(document, int) and 0 <= document < len(DOCUMENT_COLORS)
+    return DOCUMENT_COLORS[document] if known and isinstance(document, int) else otherwise
+
+
+def _document_label(document: int, tokens: int) -> str:
+    return "attention, others" if document < 0 else f"attention, {tokens:,} tokens"
+
+
+def _documents(panels: Mapping[str, Mapping[int, Sequence[Span]]]) -> dict[int, int]:
+    """Numbers of the documents that occur, with their tokens; the longest first, the others last."""
+    found: dict[int, int] = {}
+    for panel in panels.values():
+        for span in (s for spans in panel.values() for s in spans):
+            document, tokens = span.args.get("document"), span.args.get("tokens", 0)
+            if isinstance(document, int) and isinstance(tokens, int):
+                found[document] = tokens
+    return {d: found[d] for d in sorted(found, key=lambda d: (d < 0, d))}
 
 
 def _finding(length_s: Mapping[str, float]) -> str:

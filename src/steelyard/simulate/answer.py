@@ -113,7 +113,7 @@ def next_configurations(
         except UsageError:
             continue
         verdict = other.memory.verdict
-        gain = estimate.step_time_s / other.step_time_s
+        gain = float(estimate.step_s[: len(other.step_s)].mean()) / other.step_time_s  # on the same batches
         worth = gain - (2.0 if verdict == "does not fit" else 0.0) + (2.0 if _rescues(estimate, verdict) else 0.0)
         suggestion = Suggestion(
             change, other.step_time_s, other.tokens_per_s_per_device, verdict,
@@ -121,7 +121,10 @@ def next_configurations(
         )  # fmt: skip
         found.append((worth, suggestion))
     found.sort(key=lambda f: -f[0])
-    return [s for _, s in found[:count]]
+    of_kind: dict[str, Suggestion] = {}  # two values of one choice would crowd out another
+    for _, suggestion in found:
+        of_kind.setdefault(suggestion.change.partition(" = ")[0], suggestion)
+    return list(of_kind.values())[:count]
 
 
 def _rescues(estimate: StepEstimate, verdict: str) -> bool:
@@ -146,8 +149,25 @@ def neighbours_of(base: Scenario) -> list[tuple[str, str, Scenario]]:
         add("policy = balanced", "attention work is spread over all ranks", policy="balanced",
             degrees=type(d)(d.data, d.tensor, d.context, d.stage))  # fmt: skip
     elif not base.ping_pong and base.micro_batches % 2 == 0:
-        add("ping_pong = true", "transfers hide under the other half's work", ping_pong=True,
+        micro_batches = base.micro_batches // 2
+        add(f"ping_pong = true, micro_batches = {micro_batches}", "transfers hide under the other half's work",
+            ping_pong=True, micro_batches=micro_batches)  # fmt: skip
+    elif not base.ping_pong and base.chunk_tokens % 2 == 0:
+        add(f"ping_pong = true, chunk_tokens = {base.chunk_tokens // 2}", "transfers hide under the other half's work",
+            ping_pong=True, chunk_tokens=base.chunk_tokens // 2)  # fmt: skip
+    if base.policy == "balanced" and base.layout == "contiguous" and not base.cut_documents and d.stage == 1:
+        add("layout = chosen", "the planner places documents so that less has to travel", layout="chosen")
+    if base.chunk_tokens % 2 == 0 and base.policy == "balanced":
+        half, twice = base.chunk_tokens // 2, base.micro_batches * 2
+        add(f"chunk_tokens = {half}, micro_batches = {twice}", "fewer activations at once",
+            chunk_tokens=half, micro_batches=twice)  # fmt: skip
+    if base.micro_batches % 2 == 0 and base.policy == "balanced":
+        add(f"chunk_tokens = {base.chunk_tokens * 2}, micro_batches = {base.micro_batches // 2}",
+            "more documents to balance at once", chunk_tokens=base.chunk_tokens * 2,
             micro_batches=base.micro_batches // 2)  # fmt: skip
+    for name in base.profile.kernels:
+        if base.kernel == "auto" and base.profile.kernel(name) != base.profile.kernel():
+            add(f"kernel = {name}", "another generation of the attention kernel", kernel=name)
     if base.recompute == "none":
         add("recompute = token_wise", "less memory", recompute="token_wise")
     else:

@@ -46,6 +46,10 @@ from steelyard.simulate.workloads import (
     uniform_documents,
 )
 
+MOST_DEVICES = 1 << 18
+MOST_DOCUMENTS = 10_000_000
+"""A typing error of some zeros is told as one, instead of filling this machine's memory."""
+
 
 @dataclass(frozen=True)
 class ModelSection:
@@ -55,9 +59,10 @@ class ModelSection:
     """A built-in shape (llama3-8b, llama-34b, llama3-70b, qwen3-8b, gpt3-175b, ...) or a Transformers config.json."""
 
     def shape(self) -> ModelShape:
-        if self.name in MODEL_SHAPES or not self.name.endswith(".json"):
-            return model_shape(self.name)
-        return shape_from_file(Path(self.name))
+        path = Path(self.name).expanduser()
+        if self.name not in MODEL_SHAPES and (path.suffix == ".json" or (path / "config.json").is_file()):
+            return shape_from_file(path)
+        return model_shape(self.name)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,12 @@ class ParallelSection:
     context_exchange: ContextExchange = "gather"
     """How keys reach the ranks of the context axis: gather, gather_overlapped or ring."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("data", 0), ("tensor", 1), ("context", 1), ("stage", 1), ("virtual_stages", 1),
+                            ("shard_ranks", 0)):  # fmt: skip
+            if getattr(self, name) < least:
+                raise UsageError(f"parallel: {name}={getattr(self, name)}, expected {least} or more; nearest: {least}")
+
 
 @dataclass(frozen=True)
 class RunSection:
@@ -143,7 +154,7 @@ class RunSection:
     precision: Precision = "bf16"
     """bf16, fp8 (matrix products) or fp32."""
     recompute: Recompute = "none"
-    """none, attention, alternate, token_wise or full."""
+    """none, attention, feed_forward, products, alternate, token_wise or full."""
     kernel: str = "auto"
     """Attention kernel generation of the profile: fa2, fa3, cudnn, ...; auto: its first."""
     fused: bool = True
@@ -187,13 +198,19 @@ class DocumentsSection:
 
     def documents(self, context: int) -> Documents:
         """The stream. `context`: longest document that is possible."""
+        if self.length < 0 or self.longest < 0 or self.context_tokens < 0:
+            raise UsageError(
+                f"documents: length={self.length}, longest={self.longest}, context_tokens={self.context_tokens}, "
+                "expected 0 (not given) or more"
+            )
+        if self.sampler == "batches" and not self.file:
+            raise UsageError("documents: sampler='batches' needs a file with batches; nearest: sampler='shuffle'")
         if self.length:
             return uniform_documents(self.length)
         if self.lengths:
             if min(self.lengths) < 1:
                 raise UsageError(f"documents: lengths holds {min(self.lengths)}, expected positive numbers")
-            sampler = "shuffle" if self.sampler == "batches" else self.sampler
-            return Documents("given lengths", int_column(self.lengths), sampler)
+            return Documents("given lengths", int_column(self.lengths), self.sampler)
         if self.file:
             return documents_from_json(Path(self.file).expanduser(), self.sampler)
         return lognormal_documents(self.median, self.sigma, min(self.longest or context, context))
@@ -245,6 +262,9 @@ class SyncSection:
     fraction: float = 1.0
     """Share of the parameters that gossip sends."""
 
+    def __post_init__(self) -> None:
+        self.sync_mode()  # refuses what no mode can do, also where there are no sites yet
+
     def sync_mode(self) -> SyncMode:
         return SyncMode(
             self.mode, self.period, self.lead, self.fragments, self.overlap, self.compression, self.topk_share,
@@ -284,7 +304,13 @@ class SimulateConfig:
         """Devices of one site."""
         profile = load_profile(self.cluster.device)
         nodes = sum(g.nodes for g in self.cluster.groups) or self.cluster.nodes
-        return self.cluster.devices or nodes * profile.node_size
+        devices = self.cluster.devices or nodes * profile.node_size
+        if devices > MOST_DEVICES:
+            raise UsageError(
+                f"cluster: {devices:,} devices, expected at most {MOST_DEVICES:,}; nearest: "
+                f"nodes={MOST_DEVICES // profile.node_size}"
+            )
+        return devices
 
     def degrees(self) -> Degrees:
         """With `data` filled in. Raises UsageError where the others do not divide the devices."""
@@ -302,7 +328,12 @@ class SimulateConfig:
         profile, p, r = load_profile(device or self.cluster.device), self.parallel, self.run
         degrees = self.degrees()
         chosen = policy or r.policy
-        virtual = 1 if chosen == "balanced" and policy is not None else p.virtual_stages
+        if r.ping_pong and r.policy != "balanced" and chosen == r.policy:
+            raise UsageError(
+                f"run: ping_pong hides dispatched attention, and policy={r.policy!r} dispatches none; nearest: "
+                "policy='balanced', or ping_pong=false"
+            )
+        virtual = 1 if chosen == "balanced" and chosen != r.policy else p.virtual_stages
         degrees = Degrees(degrees.data, p.tensor, p.context, p.stage, virtual)
         scenario = Scenario(
             model=self.model.shape(), profile=profile, degrees=degrees, chunk_tokens=r.chunk_tokens,
@@ -318,6 +349,12 @@ class SimulateConfig:
         if chosen != r.policy and r.ping_pong and chosen != "balanced":  # the same tokens a step
             scenario = scenario.replace(micro_batches=2 * r.micro_batches)
         scenario.check(self.devices())
+        if p.shard_ranks and degrees.lanes % p.shard_ranks:
+            near = max(d for d in range(1, p.shard_ranks + 1) if degrees.lanes % d == 0)
+            raise UsageError(
+                f"parallel: shard_ranks={p.shard_ranks} does not divide the {degrees.lanes} ranks of data × context; "
+                f"nearest: shard_ranks={near}"
+            )
         return scenario
 
     def _speeds(self, profile: DeviceProfile, degrees: Degrees) -> tuple[float, ...]:
@@ -363,6 +400,12 @@ class SimulateConfig:
             raise UsageError(
                 f"documents: one has {longest} tokens, more than the {held} that data × context × chunk_tokens hold "
                 f"together; nearest: chunk_tokens={needed}"
+            )
+        number = one_step / max(1.0, float(documents.lengths.mean()))
+        if number > MOST_DOCUMENTS:
+            raise UsageError(
+                f"documents: a step of {one_step:,} tokens holds about {number:,.0f} documents, expected at most "
+                f"{MOST_DOCUMENTS:,}; nearest: chunk_tokens={int(scenario.chunk_tokens * MOST_DOCUMENTS / number)}"
             )
         return documents
 

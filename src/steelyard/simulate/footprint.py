@@ -91,7 +91,7 @@ def _stage(scenario: Scenario, halves: Sequence[HalfWork], stage: int) -> Memory
     tokens = _tokens_in_flight(scenario, halves, stage)
     activations = tokens * layers * kept(scenario.recompute)
     chunk = float(np.max([h.tokens.max() for h in halves]))
-    if scenario.recompute in ("full", "alternate", "token_wise"):
+    if scenario.recompute in ("full", "alternate", "token_wise", "feed_forward", "products"):
         activations += chunk * kept("none")  # the layer at work
     # The residual stream's gradient and the gradient of the layer's widest activation, while backward runs.
     activations += chunk * element * (model.hidden + 2 * model.ffn / degrees.tensor)

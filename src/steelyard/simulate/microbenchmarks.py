@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from steelyard.cost.attention_kernels import RangeCounts, TileKernel, range_counts
-from steelyard.cost.collectives import Group, all_gather_s, all_reduce_s
+from steelyard.cost.collectives import Group, all_gather_s, all_reduce_s, reduce_scatter_s
 from steelyard.cost.profiles import DeviceProfile, load_profile
 from steelyard.simulate.published import Role, device_of, points_of
 
@@ -121,10 +121,11 @@ def _collectives(
     profile = _profile(device_of(str(point.get("gpu", "H200"))), profiles)
     nodes = int(point.get("nodes") or 1)
     group = Group(count, count // nodes)
-    predicted = (
-        all_reduce_s(size_bytes, group, profile) if op == "all_reduce" else all_gather_s(size_bytes, group, profile)
-    )
+    price = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s}[str(op)]
+    predicted = price(size_bytes, group, profile)
     moved = (count - 1) / count * size_bytes * (2 if op == "all_reduce" else 1)
     measured = float(point["time_us"]) * 1e-6 if "time_us" in point else moved / (float(point["busbw_gbs"]) * 1e9)
-    fitted = table.startswith("DistCA") and count == 8
+    between_nodes = nodes > 1 and device_of(str(point.get("gpu", "H200"))) == "b200"
+    every_other = int(size_bytes).bit_length() % 2 == 0
+    fitted = (table.startswith("DistCA") and count == 8) or (between_nodes and every_other)
     yield Measurement(source, label, "fitted" if fitted else "held_out", predicted, measured)

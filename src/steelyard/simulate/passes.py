@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from steelyard.cost.attention_kernels import RangeCounts
 from steelyard.cost.collectives import all_gather_s, all_to_all_s, group_of, reduce_scatter_s, ring_line
-from steelyard.cost.linear import BACKWARD_OVER_FORWARD, TokenWiseCost, token_wise_cost
+from steelyard.cost.linear import TokenWiseCost, token_wise_cost
+from steelyard.cost.peak_memory import Recompute
 from steelyard.domain.arrays import FloatArray
 from steelyard.simulate.engine import Together, everybody, neighbours
 from steelyard.simulate.graph import Exchange, HalfCosts, PassCosts
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.workloads import RankWork
 
-_AGAIN = {"none": 0.0, "attention": 0.0, "alternate": 0.5, "token_wise": 1.0, "full": 1.0}
-"""Share of the token-wise forward pass that backward repeats."""
-_ATTENTION_AGAIN = {"none": 0.0, "attention": 1.0, "alternate": 0.5, "token_wise": 0.0, "full": 1.0}
+_AGAIN: Mapping[Recompute, float] = {
+    "none": 0.0, "attention": 0.0, "feed_forward": 0.0, "products": 0.4, "alternate": 0.5, "token_wise": 1.0,
+    "full": 1.0,
+}  # fmt: skip
+"""Share of the token-wise forward pass that backward repeats, the feed-forward layer alone aside."""
+_ATTENTION_AGAIN: Mapping[Recompute, float] = {
+    "none": 0.0, "attention": 1.0, "feed_forward": 0.0, "products": 0.0, "alternate": 0.5, "token_wise": 0.0,
+    "full": 1.0,
+}  # fmt: skip
 GRADIENT_BYTES = 4
 
 
@@ -118,22 +126,25 @@ def _attention(
 ) -> tuple[FloatArray, FloatArray, tuple[FloatArray, FloatArray]]:
     """Forward seconds on local and on received rows, and the same for backward with what it repeats."""
     kernel, shape = scenario.profile.kernel(scenario.kernel), scenario.local_attention
-    local = kernel.forward_s(half.local, shape.heads, shape.head_dim)
-    received = kernel.forward_s(half.received, shape.heads, shape.head_dim)
-    local = local + kernel.floor_s * (half.local.pairs > 0)
-    received = received + kernel.floor_s * (half.received.pairs > 0)
-    together = exchange == "none" or (exchange == "gather" and scenario.context_exchange == "gather")
-    if together:  # nothing to hide under: one call
-        local, received = np.zeros_like(local), local + received
-    elif exchange in ("gather", "ring") and scenario.policy != "packed":
-        # Head-tail pieces: of their pairs, 1/context need only keys of the own pieces.
-        share = received / scenario.degrees.context
-        local, received = local + share, received - share
     slow = _slowness(scenario, half.tokens.shape[-1])
-    local, received = local * slow, received * slow
+
+    def placed(local: FloatArray, received: FloatArray) -> tuple[FloatArray, FloatArray]:
+        if exchange == "none" or (exchange == "gather" and scenario.context_exchange == "gather"):
+            return np.zeros_like(local), (local + received) * slow  # nothing to hide under: one call
+        if exchange in ("gather", "ring") and scenario.policy != "packed":
+            # Head-tail pieces: of their pairs, 1/context need only keys of the own pieces.
+            share = received / scenario.degrees.context
+            local, received = local + share, received - share
+        return local * slow, received * slow
+
+    forward, backward = [], []
+    for counts in (half.local, half.received):
+        forward.append(kernel.forward_s(counts, shape.heads, shape.head_dim) + kernel.floor_s * (counts.pairs > 0))
+        backward.append(kernel.backward_s(forward[-1], counts, shape.heads, shape.head_dim))
     again = 0.0 if scenario.policy == "balanced" else _ATTENTION_AGAIN[scenario.recompute]
-    ratio = kernel.backward_ratio + again
-    return local, received, (local * ratio, received * ratio)
+    local, received = placed(forward[0], forward[1])
+    local_back, received_back = placed(backward[0], backward[1])
+    return local, received, (local_back + again * local, received_back + again * received)
 
 
 def _transfers(
@@ -229,16 +240,20 @@ def _backward(
 ) -> HalfCosts:  # fmt: skip
     slow = _slowness(scenario, attention[0].shape[-1])
     again = _AGAIN[scenario.recompute]
-    factor = (BACKWARD_OVER_FORWARD + again) * slow
+    factor = (scenario.profile.token_wise_backward + again) * slow
+    repeated_s: FloatArray | float = 0.0
+    if scenario.recompute == "feed_forward":  # one of the two pairs of transfers is repeated with it
+        again, repeated_s = 0.5, token_wise.feed_forward_s * slow
     costs = HalfCosts(
-        token_wise.after_s * factor, token_wise.before_s * factor, tensor_s * (1 + again),
+        token_wise.after_s * factor + repeated_s, token_wise.before_s * factor, tensor_s * (1 + again),
         attention[0], attention[1], out, back, 0.0,
     )  # fmt: skip
     return _at_least(costs, _host_s(scenario) * (1 + again))
 
 
-TENSOR_LAUNCHES = 0.4
-"""What collectives of a tensor axis add to a layer's launches: four of them beside about ten other kernels."""
+TENSOR_LAUNCHES = 0.05
+"""What collectives of a tensor axis add to a layer's launches; fitted together with the A100 profile's constants
+(benchmarks/fit_profiles.py). They wait in a queue behind the kernels of their own stream: the host hardly notices."""
 
 
 def _host_s(scenario: Scenario) -> float:

@@ -315,6 +315,10 @@ def _burst(table: str, number: int, point: Point) -> _Row:
     method = str(point["method"]).lower()
     if "megatron-tp" in method or "ulysses" in method or "usp" in method or method == "megatron":
         raise _ExcludedError("Ulysses, tensor-only or mixed context parallelism, which the simulator does not have")
+    if "megatron" in method:
+        raise _ExcludedError(
+            "Megatron's recomputation is not stated, and 32K tokens on a device run in one row and not in another"
+        )
     if "loong" in method:
         raise _ExcludedError("LoongTrain's double ring and its buffers are not modelled")
     if "baseline" in method or "half" in method or "sl-ckpt" in method:
@@ -328,18 +332,23 @@ def _burst(table: str, number: int, point: Point) -> _Row:
     given = {**point, "cp": context, "global_batch": devices // context, "micro_batch": 1}
     if point.get("tokens_per_s_per_gpu") is None:
         given.pop("tokens_per_s_per_gpu", None)
-    megatron = "megatron" in method
     # "Burst-Ring" has selective checkpoints, since other rows are called "w/o sele-ckpt": attention is not repeated.
     selective = method == "burst-ring"
-    recompute = "none" if megatron else "token_wise" if selective else "full"
+    recompute = "token_wise" if selective else "full"
     row = _row(
-        given, device="a100", sharding="optimizer" if megatron else "full", recompute=recompute, kernel="fa2",
-        context_exchange="ring", fused=False, chunked_loss="burst" in method,
+        given, device="a100", sharding="full", recompute=recompute, kernel="fa2", context_exchange="ring", fused=False,
+        chunked_loss="burst" in method,
     )  # fmt: skip
+    row.tune = _half_the_ports
     memory = point.get("mem_gb")
     row.memory_bytes = float(memory) * GIB if memory else None
     row.group = f"{table}, {point['seq_len']}"
     return row
+
+
+def _half_the_ports(profile: DeviceProfile) -> DeviceProfile:
+    """Four InfiniBand adapters for eight devices, as the source's example lists them."""
+    return profile.replace(network_bytes_per_s=profile.network_bytes_per_s / 2)
 
 
 def _nemo(table: str, number: int, point: Point) -> _Row:
@@ -363,13 +372,14 @@ def _torchtitan(table: str, number: int, point: Point) -> _Row:
     devices = int(point["n_gpus"])
     tensor, stage, context = (int(point.get(k) or 1) for k in ("tp", "pp", "cp"))
     data = devices // (tensor * stage * context)
-    micro = int(point["local_batch"]) if stage > 1 else 1
-    per_pass = 1 if stage > 1 else int(point["local_batch"])
+    micro = stage  # the default number of micro-batches is that of the stages, and the commands set no other
+    per_pass = int(point["local_batch"]) // micro
     given.update(micro_batch=per_pass, global_batch=data * micro * per_pass)
     interleaved = point.get("schedule") == "Interleaved1F1B"
     given["vp"] = 2 if interleaved else 1
-    recompute = {"full": "full", "selective": "alternate", "selective-op": "token_wise"}
-    chosen = recompute.get(str(point["recompute"]).split(" ")[0], "alternate")
+    # The recipes' selective recomputation is by operation: every second product and all that is element-wise.
+    recompute = {"full": "full", "selective": "products", "selective-op": "products"}
+    chosen = recompute[str(point["recompute"]).split(" ")[0]]
     device = "h200" if "H200" in str(point["gpu"]) else "h100"
     row = _row(
         given, device=device, sharding="full", recompute=chosen, kernel="fa2",
@@ -379,14 +389,20 @@ def _torchtitan(table: str, number: int, point: Point) -> _Row:
     row.memory_bytes = float(memory) * GIB if memory else None
     if device == "h100":
         row.tune = _low_power
+        if devices == 8 and point.get("compile") and point.get("recompute") == "selective":
+            row.role = "fitted"
     if context > 1:
         row.step_time_s = None  # memory only: the source's times are 35 to 65 % slower than a compute-only model
     return row
 
 
+LOW_POWER_EXPONENT = 0.75
+"""Of the ratio of power limits that gives the ratio of clocks: fitted on the compiled 8B rows on 8 devices."""
+
+
 def _low_power(profile: DeviceProfile) -> DeviceProfile:
-    """The 96 GB HBM2e, 500 W part: memory from its data sheet, clock by the ratio of power limits to the power 0.5."""
-    clock = (500 / 700) ** 0.5
+    """The 96 GB HBM2e, 500 W part: memory from its data sheet, clock by the ratio of the power limits."""
+    clock = (500 / 700) ** LOW_POWER_EXPONENT
     return profile.replace(
         peak_bf16_flops=profile.peak_bf16_flops * clock, peak_fp8_flops=profile.peak_fp8_flops * clock,
         memory_bytes=95.0 * GIB, memory_bytes_per_s=2.4e12,
@@ -460,6 +476,10 @@ def _reproduction(table: str, number: int, point: Point) -> _Row:
     raise _ExcludedError("speed-ups without absolute times: the reproduction table compares them")
 
 
+def _runs(table: str, number: int, point: Point) -> _Row:
+    raise _ExcludedError("times over batches of unequal documents: compared beside the reproduction")
+
+
 _READERS: Mapping[str, Callable[[str, int, Point], _Row]] = {
     "nvidia_dgxc_h100_weak_scaling": _dgxc,
     "vtrain_a100_multi_node": _vtrain_multi,
@@ -475,4 +495,5 @@ _READERS: Mapping[str, Callable[[str, int, Point], _Row]] = {
     "llama3_405b": _llama3,
     "long_context_misc": _misc,
     "distca_published": _reproduction,
+    "distca_runs": _runs,
 }

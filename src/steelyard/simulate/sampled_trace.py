@@ -18,12 +18,19 @@ from steelyard.simulate.workloads import WorkloadCache
 
 
 def sampled_trace(
-    scenario: Scenario, cache: WorkloadCache, *, ranks: Sequence[int] = (), seed: int = 0, layers: int | None = None
+    scenario: Scenario,
+    cache: WorkloadCache,
+    *,
+    ranks: Sequence[int] = (),
+    seed: int = 0,
+    layers: int | None = None,
+    head: bool = True,
 ) -> dict[int, list[Span]]:
     """Forward and backward of the first micro-batch of the first batch on some ranks (default: up to eight).
 
     Args:
         layers: of the pass; None: those of the first stage.
+        head: whether head and loss stand between the two passes.
     """
     halves = halves_of(cache.work(scenario.request(1, seed)), 1, scenario.nano_batches)
     prices = layer_prices(scenario, halves)
@@ -40,12 +47,13 @@ def sampled_trace(
                 Span(f"{name} {s.name}", s.track, s.start_s + origin_s, s.end_s + origin_s) for s in recording.spans
             ]
         origin_s += float(times.duration_s[0, 0].max())
-        if name == "forward" and scenario.degrees.stage == 1:
-            head = 3 * sum(head_s(scenario.model, h.tokens[0, 0], scenario.profile, tensor=scenario.degrees.tensor,
-                                  precision=scenario.precision) for h in halves)  # fmt: skip
+        if head and name == "forward" and scenario.degrees.stage == 1:
+            head_time_s = 3 * sum(head_s(scenario.model, h.tokens[0, 0], scenario.profile, precision=scenario.precision,
+                                         tensor=scenario.degrees.tensor) for h in halves)  # fmt: skip
+            by_rank_s = np.broadcast_to(np.asarray(head_time_s), shape[-1:])
             for rank in chosen:
-                found[rank].append(Span("head and loss", "compute", origin_s, origin_s + float(np.asarray(head)[rank])))
-            origin_s += float(np.max(np.asarray(head)))
+                found[rank].append(Span("head and loss", "compute", origin_s, origin_s + float(by_rank_s[rank])))
+            origin_s += float(by_rank_s.max())
     return found
 
 

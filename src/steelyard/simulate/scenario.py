@@ -41,6 +41,7 @@ class Scenario:
         interleaved: virtual stages are used as the interleaved schedule (else 1F1B).
         keep_received: servers keep what they received until backward; else it is sent again.
         cut_documents: documents end with their chunk (balanced).
+        packing_breakpoint: wlb: 0 packs with the planner's policy; else as `simulate.packing` with this breakpoint.
         tolerance: of the balanced policy.
         planner: of the balanced policy: ours, or `greedy`, the published idea, for comparisons.
         layout: of the balanced policy: documents fill rank after rank, or lie as the planner chooses (no pipeline).
@@ -72,6 +73,7 @@ class Scenario:
     gradient_overlap: bool = True
     keep_received: bool = True
     cut_documents: bool = False
+    packing_breakpoint: int = 0
     tolerance: float = 0.05
     planner: Literal["balanced", "greedy"] = "balanced"
     layout: LayoutName = "contiguous"
@@ -187,6 +189,7 @@ class Scenario:
             cut_documents=self.cut_documents,
             batches=batches,
             seed=seed,
+            packing_breakpoint=self.packing_breakpoint if self.policy == "wlb" else 0,
         )
 
     def replace(self, **changes: Any) -> Scenario:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from steelyard.errors import UsageError
 from steelyard.planner import POLICIES, make_plan
 from steelyard.planner.layouts import choose_layout
 from steelyard.planner.tables import exchange_of, needs_exchange
+from steelyard.simulate.packing import pack_by_work
 
 PolicyName: TypeAlias = Literal["packed", "wlb", "per_document_cp", "balanced"]
 LayoutName: TypeAlias = Literal["contiguous", "chosen"]
@@ -117,20 +118,31 @@ def documents_from_json(path: Path, sampler: Sampler = "shuffle") -> Documents:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise UsageError(f"documents: there is no file {path}") from error
+    except OSError as error:
+        raise UsageError(f"documents: {path} cannot be read ({error.strerror}); expected a JSON file") from error
     except ValueError as error:
         raise UsageError(f"documents: {path} is no JSON: {error}") from error
     if isinstance(content, list):
-        lengths = _lengths(content, path)
-        return Documents(path.stem, lengths, "shuffle" if sampler == "batches" else sampler)
-    if isinstance(content, dict) and isinstance(content.get("batches"), list) and content["batches"]:
-        batches = tuple(_lengths(b["docs"], path) for b in content["batches"])
+        if sampler == "batches":
+            raise UsageError(f"documents: {path} is a list of lengths, sampler='batches' needs batches; use 'in_order'")
+        return Documents(path.stem, _lengths(content, path), sampler)
+    given = content.get("batches") if isinstance(content, dict) else None
+    docs: list[Any] = [b.get("docs") if isinstance(b, dict) else None for b in given] if isinstance(given, list) else []
+    if docs and all(isinstance(d, list) for d in docs):
+        batches = tuple(_lengths(d, path) for d in docs)
         return Documents(path.stem, int_column(np.concatenate(batches)), sampler, batches)
-    raise UsageError(f"documents: {path} is neither a list of lengths nor a workload with batches of docs")
+    raise UsageError(
+        f"documents: {path} is neither a list of lengths, [120, 4096, …], nor a workload, "
+        '{"batches": [{"docs": [lengths]}, …]}'
+    )
 
 
 def _lengths(values: Sequence[object], path: Path) -> IntArray:
-    if not values or not all(isinstance(v, int) and v > 0 for v in values):
-        raise UsageError(f"documents: {path}: expected a non-empty list of positive whole numbers")
+    wrong = next((v for v in values if isinstance(v, bool) or not isinstance(v, int) or v < 1), None)
+    if not values or wrong is not None:
+        raise UsageError(
+            f"documents: {path} holds {'no length' if wrong is None else repr(wrong)}, expected positive whole numbers"
+        )
     return int_column([int(v) for v in values if isinstance(v, int)])
 
 
@@ -176,6 +188,7 @@ class WorkRequest:
         shape: heads and sizes on one device of the tensor axis: the bytes that the planner weighs.
         speeds: relative speed of each rank of data × context; () means equal.
         cut_documents: balanced only: documents end with their chunk, as packed training cuts them; else they go on.
+        packing_breakpoint: wlb only: 0 packs with the planner's policy, else as `pack_by_work` with this breakpoint.
         batches, seed: how many batches are sampled, and from which seed.
     """
 
@@ -197,6 +210,7 @@ class WorkRequest:
     cut_documents: bool
     batches: int
     seed: int
+    packing_breakpoint: int = 0
 
     @property
     def tokens(self) -> int:
@@ -292,6 +306,25 @@ def _policy(name: str) -> str:
 
 def _place(lengths: IntArray, request: WorkRequest) -> dict[str, FloatArray]:
     """The work of one round, as columns over ranks."""
+    plan = _plan_of(lengths, request)
+    if plan is None:
+        groups = _chunks_of(lengths, request.chunk_tokens * request.context, request.data)
+        return _evenly([int_column(g) for g in groups], request)
+    return _columns(plan, request.ranks_per_node, plan.layout.doc_lengths)
+
+
+def first_plans(documents: Documents, request: WorkRequest) -> list[DispatchPlan]:
+    """Plans of the nano-batches of the first micro-batch of the first batch, for pictures; [] where all ranks of a
+    group share every document alike, so that nothing is planned. Of a pipeline: one stage's ranks."""
+    lengths = documents.batch(0, request.tokens, request.seed)
+    if request.policy == "wlb":
+        return _wlb_plans(lengths, request, 0, request.nano_batches)
+    plans = [_plan_of(part, request) for part in _rounds(lengths, request)[: request.nano_batches]]
+    return [p for p in plans if p is not None]
+
+
+def _plan_of(lengths: IntArray, request: WorkRequest) -> DispatchPlan | None:
+    """The plan of one round; None where the ranks of a group share whole sequences evenly."""
     ranks, room = request.data * request.context, request.chunk_tokens
     if request.policy == "balanced":
         topology = Topology(ranks, request.speeds, node_size=request.ranks_per_node)
@@ -308,32 +341,43 @@ def _place(lengths: IntArray, request: WorkRequest) -> dict[str, FloatArray]:
     if request.policy == "per_document_cp" and request.context > 1:  # documents are cut where a group's tokens end
         return _context_parallel(Layout.contiguous([n for g in groups for n in g], room, ranks), request)
     if request.context > 1:
-        return _evenly([int_column(g) for g in groups], request)
-    layout = Layout.from_doc_lengths(groups)
-    plan = make_plan(layout, policy="packed", shape=request.shape, tolerance=0.0)
-    return _columns(plan, request.ranks_per_node, layout.doc_lengths)
+        return None
+    return make_plan(Layout.from_doc_lengths(groups), policy="packed", shape=request.shape, tolerance=0.0)
 
 
 def _packed_by_work(lengths: IntArray, request: WorkRequest) -> list[dict[str, FloatArray]]:
     """A whole step packed by `wlb`: every chunk of every micro-batch is a place for whole documents."""
-    rounds = request.micro_batches * request.nano_batches
-    places = request.data * rounds
-    layout = Layout.contiguous(lengths.tolist(), request.context * request.chunk_tokens, places)
-    plan = make_plan(layout, policy=_policy("wlb"), shape=request.shape, tolerance=request.tolerance)
-    placed = plan.layout
-    order = np.argsort(placed.shard_rank, kind="stable")
-    borders = np.searchsorted(placed.shard_rank[order], np.arange(1, places))
-    documents = [placed.shard_length[part].tolist() for part in np.split(order, borders)]
+    plans = _wlb_plans(lengths, request, 0, request.micro_batches * request.nano_batches)
+    return [_columns(plan, request.ranks_per_node, plan.layout.doc_lengths) for plan in plans]
+
+
+def _wlb_plans(lengths: IntArray, request: WorkRequest, first: int, last: int) -> list[DispatchPlan]:
+    """The rounds [first, last) of that step."""
+    places = request.data * request.micro_batches * request.nano_batches
+    if request.packing_breakpoint:
+        cap = request.context * request.chunk_tokens // request.micro_batches
+        documents = pack_by_work(lengths, places, request.packing_breakpoint, cap)
+    else:
+        documents = _packed_by_planner(lengths, places, request)
     found = []
-    for number in range(rounds):
+    for number in range(first, last):
         groups = documents[number * request.data : (number + 1) * request.data]
         if request.context > 1:
             shares = [_shared_out(group, request.context) for group in groups]
             found.append(_context_parallel(_side_by_side(shares), request))
         else:
-            whole = make_plan(Layout.from_doc_lengths(groups), policy="packed", shape=request.shape, tolerance=0.0)
-            found.append(_columns(whole, request.ranks_per_node, whole.layout.doc_lengths))
+            layout = Layout.from_doc_lengths(groups)
+            found.append(make_plan(layout, policy="packed", shape=request.shape, tolerance=0.0))
     return found
+
+
+def _packed_by_planner(lengths: IntArray, places: int, request: WorkRequest) -> list[list[int]]:
+    layout = Layout.contiguous(lengths.tolist(), request.context * request.chunk_tokens, places)
+    plan = make_plan(layout, policy=_policy("wlb"), shape=request.shape, tolerance=request.tolerance)
+    placed = plan.layout
+    order = np.argsort(placed.shard_rank, kind="stable")
+    borders = np.searchsorted(placed.shard_rank[order], np.arange(1, places))
+    return [placed.shard_length[part].tolist() for part in np.split(order, borders)]
 
 
 def _shared_out(lengths: list[int], ranks: int) -> Layout:
@@ -353,13 +397,12 @@ def _side_by_side(layouts: Sequence[Layout]) -> Layout:
     )
 
 
-def _context_parallel(layout: Layout, request: WorkRequest) -> dict[str, FloatArray]:
+def _context_parallel(layout: Layout, request: WorkRequest) -> DispatchPlan:
     """Documents over the ranks of their group, head-tail, keys gathered: the planner's policy."""
     topology = Topology(layout.ranks, node_size=request.context)
-    plan = make_plan(
+    return make_plan(
         layout, policy=_policy("per_document_cp"), topology=topology, shape=request.shape, tolerance=request.tolerance
     )
-    return _columns(plan, request.ranks_per_node, plan.layout.doc_lengths)
 
 
 def _evenly(groups: Sequence[IntArray], request: WorkRequest) -> dict[str, FloatArray]:
@@ -440,7 +483,8 @@ def _ticks(documents: Documents, request: WorkRequest) -> RankWork:
                     piece = pieces[number * nano + half] if busy else int_column([])
                     stage_layouts.append(_stage_layout(piece, request))
                 topology = Topology(stages * lanes, request.speeds * stages, node_size=request.ranks_per_node)
-                rounds.append(_balanced(_side_by_side(stage_layouts), topology, request))
+                plan = _balanced(_side_by_side(stage_layouts), topology, request)
+                rounds.append(_columns(plan, request.ranks_per_node, plan.layout.doc_lengths))
     return _stack(rounds, whole_pairs(documents, request), stages)
 
 
@@ -457,14 +501,13 @@ def _stage_layout(lengths: IntArray, request: WorkRequest) -> Layout:
     return Layout.contiguous(lengths.tolist(), room, lanes)
 
 
-def _balanced(layout: Layout, topology: Topology, request: WorkRequest) -> dict[str, FloatArray]:
+def _balanced(layout: Layout, topology: Topology, request: WorkRequest) -> DispatchPlan:
     """The plan of the product's planner, or of the published idea of one."""
     by_time = request.planner == "balanced" and isinstance(request.kernel, TileKernel)
-    plan = make_plan(
+    return make_plan(
         layout, policy=request.planner, topology=topology, shape=request.shape, tolerance=request.tolerance,
         memory=request.memory, objective="time" if by_time else "pairs", kernel=request.kernel if by_time else None,
     )  # fmt: skip
-    return _columns(plan, request.ranks_per_node, plan.layout.doc_lengths)
 
 
 def _stack(rounds: Sequence[dict[str, FloatArray]], whole: FloatArray, repeats: int) -> RankWork:

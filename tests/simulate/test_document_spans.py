@@ -1,0 +1,53 @@
+"""Attention spans divided by document: nothing is lost, and every piece is where its document's tasks are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from steelyard.cost.profiles import load_profile
+from steelyard.domain.arrays import int_column
+from steelyard.domain.degrees import Degrees
+from steelyard.domain.model_shape import model_shape
+from steelyard.simulate.document_spans import NAMED_DOCUMENTS, by_document
+from steelyard.simulate.sampled_trace import sampled_trace
+from steelyard.simulate.scenario import Scenario
+from steelyard.simulate.workloads import Documents, WorkloadCache
+
+LENGTHS = [9000, 300, 2000, 100, 50, 4000, 700, 700, 700, 600, 500, 400, 300, 200, 200, 18]
+DOCUMENTS = Documents("d", int_column(LENGTHS), "batches", (int_column(LENGTHS),))
+BASE = Scenario(
+    model=model_shape("llama3-8b"), profile=load_profile("H200"), degrees=Degrees(data=4),
+    chunk_tokens=sum(LENGTHS) // 4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["packed", "balanced"])
+def test_every_attention_span_is_divided_without_rest(policy: str) -> None:
+    scenario, cache = BASE.replace(policy=policy), WorkloadCache(DOCUMENTS)
+    whole = sampled_trace(scenario, cache, layers=2)
+    divided = by_document(whole, scenario, cache)
+    assert sum(LENGTHS) % 4 == 0
+    for rank, spans in whole.items():
+        for track in ("compute", "attention", "transfer", "wait"):
+            before = sum(s.duration_s for s in spans if s.track == track)
+            assert sum(s.duration_s for s in divided[rank] if s.track == track) == pytest.approx(before)
+        pieces = [s for s in divided[rank] if s.track == "attention"]
+        assert all(-1 <= int(s.args["document"]) < NAMED_DOCUMENTS for s in pieces)
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in itertools.pairwise(pieces))
+
+
+def test_the_longest_document_is_where_its_tasks_are() -> None:
+    """Packed, its parts lie on ranks 0 and 1 only; balanced, every rank computes some of it."""
+    cache = WorkloadCache(DOCUMENTS)
+
+    def ranks_of_longest(policy: str) -> set[int]:
+        scenario = BASE.replace(policy=policy)
+        spans = by_document(sampled_trace(scenario, cache, layers=1), scenario, cache)
+        return {rank for rank, own in spans.items() if any(s.args.get("document") == 0 for s in own)}
+
+    chunk = BASE.chunk_tokens
+    assert 9000 // chunk == 1  # it is cut once
+    assert ranks_of_longest("packed") == {0}
+    assert ranks_of_longest("balanced") == {0, 1, 2, 3}
