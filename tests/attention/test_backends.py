@@ -21,6 +21,7 @@ from steelyard.attention import (
     selected_tasks,
 )
 from steelyard.attention.cpu import CpuBackend, Limits
+from steelyard.attention.reference import ReferenceBackend
 from steelyard.domain.plan import KernelTasks
 
 HEAD_DIM = 16
@@ -309,7 +310,8 @@ def test_stricter_masks(options: dict[str, object], range_length: int | None) ->
     inputs = make_inputs(sum(docs), 4, 2, torch.float64)
     if options.get("sink"):
         options = {**options, "sink": torch.linspace(-1, 1, 4, dtype=torch.float64)}
-    got = actual(inputs, packed_tasks(docs, range_length=range_length), build("reference", inputs, **options))
+    backend = ReferenceBackend(scale=HEAD_DIM**-0.5, **options)  # type: ignore[arg-type]
+    got = actual(inputs, packed_tasks(docs, range_length=range_length), backend)
     assert_close(got, expected(inputs, docs, **options), torch.float64)
 
 
@@ -330,7 +332,8 @@ def test_sink_gradient_reaches_the_sink() -> None:
     inputs = make_inputs(13, 4, 2, torch.float64)
     sinks = [torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_() for _ in range(2)]
     want = core_attention_reference(inputs.q, inputs.k, inputs.v, docs, sink=sinks[0])
-    got = local_attention(inputs.q, inputs.k, inputs.v, docs, build("reference", inputs, sink=sinks[1]))
+    backend = ReferenceBackend(scale=HEAD_DIM**-0.5, sink=sinks[1])
+    got = local_attention(inputs.q, inputs.k, inputs.v, docs, backend)
     for out, sink in ((want, sinks[0]), (got, sinks[1])):
         (sink.grad,) = torch.autograd.grad(out, sink, inputs.dout)
     torch.testing.assert_close(sinks[1].grad, sinks[0].grad, rtol=1e-12, atol=1e-12)

@@ -173,19 +173,17 @@ def test_no_task_makes_no_call() -> None:
         (TorchVarlen, {"head_dim": 20}, "head_dim=20"),
         (TorchVarlen, {"head_dim": 264}, "head_dim=264"),
         (TorchVarlen, {"softcap": 1.0}, "softcap"),
-        (TorchVarlen, {"sink": torch.zeros(4)}, "sink"),
         (Flash4, {"head_dim": 136}, "head_dim=136"),
         (Flash4, {"softcap": 1.0}, "softcap"),
-        (Flash2, {"sink": torch.zeros(4)}, "sink"),
     ],
 )
 def test_refusals_name_the_argument(kernels: type[FlashKernels], options: dict[str, object], named: str) -> None:
     built = kernels(packages.installed(packages.flash2(), packages.flash4()))  # type: ignore[call-arg]
-    given_: dict[str, object] = {"head_dim": 64, "dtype": torch.bfloat16, "softcap": None, "sink": None, **options}
+    given_: dict[str, object] = {"head_dim": 64, "dtype": torch.bfloat16, "softcap": None, **options}
     with pytest.raises(UsageError, match=named) as caught:
         check_flash(built, **given_)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
-    check_flash(built, head_dim=64, dtype=torch.bfloat16, softcap=None, sink=None)
+    check_flash(built, head_dim=64, dtype=torch.bfloat16, softcap=None)
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", "cuda only"), ("meta", "cuda only")])

@@ -10,10 +10,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from steelyard.attention import core_attention_reference
+from steelyard.attention.sink import QueryRuns, query_runs
 from steelyard.balance import Balancer, Kernel, NanoBatchPlan
 from steelyard.domain.layout import Layout
+from steelyard.domain.plan import KernelTasks
 from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import UsageError
+from steelyard.runtime import dispatch
 
 LENGTHS = [7, 1, 13, 4]
 
@@ -56,6 +59,39 @@ def test_other_functions_of_q_k_and_v(given: dict) -> None:
     plain = core_attention_reference(q, k, v, LENGTHS)
     assert torch.allclose(balancer.attention(q, k, v, doc_lens=LENGTHS), plain, atol=1e-12)
     assert torch.allclose(balancer.attention(q, k, v, doc_lens=LENGTHS, window=13), plain, atol=1e-12)
+
+
+@pytest.mark.parametrize("given", [{}, {"window": 4, "softcap": 1.5, "scale": 0.3}])
+def test_sinks_and_their_gradient(given: dict) -> None:
+    q, k, v = qkv()
+    sink = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
+    out = Balancer().attention(q, k, v, doc_lens=LENGTHS, sink=sink, **given)
+    expected = core_attention_reference(q, k, v, LENGTHS, sink=sink, **given)
+    assert torch.allclose(out, expected, atol=1e-12)
+    grads, wanted = (torch.autograd.grad((o * o).sum(), (q, k, v, sink)) for o in (out, expected))
+    for one, other in zip(grads, wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-11)
+
+
+def test_the_rows_of_a_sink_are_found_once_and_no_gradient_is_made_for_one_that_asks_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+
+    def count(tasks: KernelTasks) -> QueryRuns:
+        found.append(len(tasks))
+        return query_runs(tasks)
+
+    monkeypatch.setattr(dispatch, "query_runs", count)
+    monkeypatch.setattr(dispatch, "sink_gradient_of", None)
+    q, k, v = qkv()
+    sink = torch.linspace(-1, 2, 4, dtype=torch.float64)
+    balancer, lengths = Balancer(), list(LENGTHS)
+    outs = [balancer.attention(q, k, v, doc_lens=lengths, sink=sink) for _ in range(3)]
+    expected = core_attention_reference(q, k, v, LENGTHS, sink=sink)
+    grads, wanted = (torch.autograd.grad(o.sum(), (q, k, v)) for o in (sum(outs), 3 * expected))
+    assert all(torch.allclose(one, other, atol=1e-11) for one, other in zip(grads, wanted, strict=True))
+    assert found == [len(LENGTHS)]
 
 
 def test_a_window_of_the_balancer_holds_for_attention_begun_by_hand() -> None:
@@ -372,5 +408,5 @@ def test_what_must_be_given() -> None:
         balancer.alternate([lambda a: None] * 2, [None])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="expected \\(doc, start, length\\)"):
         balancer.attention(*qkv(), shards=[(0, 0)])
-    with pytest.raises(UsageError, match="cannot honour window"):
-        Balancer(backend="cpu").check(Kernel(window=3), AttentionShape(4, 2, 8))
+    with pytest.raises(UsageError, match="back end 'flash' on device 'cpu'"):
+        Balancer(backend="flash").check(Kernel(window=3), AttentionShape(4, 2, 8))

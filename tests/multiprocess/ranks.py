@@ -5,6 +5,7 @@ Shape suffixes as in `runtime.dispatch`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 
 from steelyard.balance import Balancer, NanoBatchPlan
 from steelyard.collectives import Exchange, Transfer
@@ -330,6 +332,28 @@ def attention_under_autocast(rank: int, ranks: int, group: dist.ProcessGroup) ->
         (out * dout).sum().backward()
         results.append([out.detach(), q.grad, k.grad, v.grad])
     return [torch.equal(one, other) for one, other in zip(*results, strict=True)]
+
+
+def attention_under_hooks(rank: int, ranks: int, group: dist.ProcessGroup, memory: str) -> list[list[bool]]:
+    """Whether three layers give the same bits, out, dq, dk, dv, when saved-tensor hooks keep views, or copies."""
+    layout = Layout.from_doc_lengths([[200], [9] * 12])
+    balancer = Balancer(
+        group, shape=SHAPE, tolerance=0.0, dtype=torch.float32, planning_group=group, timeout_s=30, memory=memory
+    )
+    results = []
+    for pack in (None, torch.Tensor.detach, lambda t: t.view(t.shape), torch.Tensor.clone):
+        q, k, v, dout = qkv_of(layout, rank, torch.float32, SHAPE)
+        for tensor in (q, k, v):
+            tensor.requires_grad_(True)
+        attention = balancer.core_attention(balancer.plan_layout(layout))
+        hooks = saved_tensors_hooks(pack, lambda t: t) if pack else contextlib.nullcontext()
+        out = q
+        with hooks:
+            for layer in range(3):
+                out = attention(out, k, v, layer)
+        (out * dout).sum().backward()
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    return [[torch.equal(one, other) for one, other in zip(results[0], r, strict=True)] for r in results[1:]]
 
 
 def backward_twice(rank: int, ranks: int, group: dist.ProcessGroup) -> None:

@@ -204,6 +204,13 @@ def test_autocast_does_not_reach_the_kernels(pool: WorkerPool) -> None:
     assert pool.run(on_rank.attention_under_autocast, 2) == [[True] * 4] * 2
 
 
+@pytest.mark.parametrize("memory", ["keep", "resend"])
+def test_saved_tensor_hooks_may_keep_other_tensors(pool: WorkerPool, memory: str) -> None:
+    """What a hook keeps may be a view of a lent buffer, which must not be lent again before backward has read it."""
+    for same in pool.run(on_rank.attention_under_hooks, 2, memory):
+        assert same == [[True] * 4] * 3
+
+
 def test_a_second_backward_is_refused(pool: WorkerPool) -> None:
     with pytest.raises(RemoteError, match="backward ran twice through the same forward"):
         pool.run(on_rank.backward_twice, 1)

@@ -42,7 +42,7 @@ def test_any_number_of_ranks(pool: WorkerPool, ranks: int, dtype: torch.dtype, b
         assert result["order"], "something must travel, or this test shows nothing"
 
 
-@pytest.mark.parametrize("name", [name for name in on_rank.MODELS if name not in ("llama", "gpt-oss")])
+@pytest.mark.parametrize("name", [name for name in on_rank.MODELS if name != "llama"])
 def test_model_families(pool: WorkerPool, name: str) -> None:
     loss, gradients = on_rank.one_by_one(dealt(2), name, torch.float64)
     for result in pool.run(on_rank.step, 2, dealt(2), name, torch.float64):
@@ -152,11 +152,11 @@ def test_what_only_some_ranks_do(pool: WorkerPool) -> None:
 
 
 def test_a_rank_that_cannot_read_tells_the_others_whatever_the_error(pool: WorkerPool) -> None:
-    one, other = pool.run(on_rank.one_rank_cannot_read, 2)
+    one, other, *_ = pool.run(on_rank.one_rank_cannot_read, 4)
     own = {
         "prefetch": (2, "OSError: shard 3 is gone"),
         "evaluate": (2, "OSError: shard 3 is gone"),
-        "plan": (0, "AttributeError: 'int' object"),
+        "plan": (0, "UsageError: position_ids of type int"),
         "embeds": (0, "UsageError: PingPong: a batch without input_ids (inputs_embeds cannot be split)"),
         "halves": (0, "UsageError: PingPong: a batch without input_ids (inputs_embeds cannot be split)"),
     }

@@ -291,7 +291,7 @@ def broken_batches(broken: bool) -> Iterator[dict[str, Any]]:
 def one_rank_cannot_read(rank: int, ranks: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Rank 1 fails in every way of going through batches; how many were computed before, and what is said."""
     model = tiny()
-    attached = st.attach(model, group, tolerance=0.0, timeout_s=20, planning_group=group)
+    attached = st.attach(model, group, tolerance=0.0, timeout_s=20)
     computed: list[str] = []
     model.register_forward_hook(lambda *_: computed.append("step"))
 

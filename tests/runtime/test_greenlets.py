@@ -112,6 +112,35 @@ def test_modes_that_two_halves_cannot_share_are_refused() -> None:
         alternate([run, lambda turn: None])
 
 
+def test_inference_mode_that_two_halves_cannot_share_is_refused() -> None:
+    seen: list[bool] = []
+
+    def half(turn) -> None:
+        turn()
+        seen.append(torch.is_inference_mode_enabled())
+
+    def enters(turn) -> None:
+        with torch.inference_mode():
+            turn()
+
+    def enters_between(turn) -> None:
+        with torch.inference_mode():
+            torch.ones(2)
+        half(turn)
+
+    for pair in ([enters, half], [half, enters]):
+        with pytest.raises(UsageError, match=r"enters or leaves torch\.inference_mode"):
+            alternate(pair)
+        assert not torch.is_inference_mode_enabled()
+    alternate([enters_between, half])
+    assert not any(seen)
+    seen.clear()
+    with torch.inference_mode():
+        alternate([half, half])
+        assert torch.is_inference_mode_enabled()
+    assert seen == [True, True]
+
+
 def test_number_of_halves() -> None:
     with pytest.raises(UsageError, match="3 nano-batches at once"):
         alternate([lambda turn: None] * 3)

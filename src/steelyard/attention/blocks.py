@@ -8,6 +8,9 @@ Three steps make few large products of many small tasks:
   and the staircase of (query, key) pairs that a block covers is cut into rectangles, largest first, down to the
   diagonal (`Block.pieces`). A task alone would read the keys, and add to their gradients, once for its few queries.
 
+With a sliding window, a block that reaches beyond it is cut into strips of queries instead, each with the keys that any
+query of the strip sees; a mask at either end of these keys does the rest.
+
 K: key/value heads, G: query heads that share one, R: queries of a block, N: keys, H = K · G, D: head size.
 """
 
@@ -57,12 +60,16 @@ class Piece(NamedTuple):
     """Queries `rows` of a block against `keys`; causal: the queries are the last rows of the last run of keys.
 
     fresh: no earlier piece of the block has these queries.
+    edge: of a strip under a sliding window: among its first keys, with the first of them numbered `edge.start` and
+        `edge.stop` the number of queries, query i sees those from number i on; none of them if it is empty (then all
+        queries see all of the first keys). None: no strip under a window.
     """
 
     rows: slice
     keys: tuple[Keys, ...]
     causal: bool
     fresh: bool
+    edge: slice | None = None
 
 
 class Cut(NamedTuple):
@@ -71,11 +78,13 @@ class Cut(NamedTuple):
     strip: queries of a causal piece, at most; the keys before the range are a piece of their own.
     fused: ranges of at most so many queries (and at most `strip`) are one piece instead, with all their keys.
     whole_square: ranges of at least so many queries have a single causal piece, over their own rows alone.
+    window: keys that a query sees at most, its own included; None: all.
     """
 
     strip: int
     fused: int
     whole_square: int
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,26 @@ class Block:
     def pieces(self, shape: Cut) -> Iterator[Piece]:
         """Cover every visible (query, key) pair once; pieces with the same queries come in the order of their keys."""
         offsets = np.cumsum([0, *(part.length for part in self.ranges)]).tolist()
+        last = self.ranges[-1]
+        if shape.window is not None and last.before + last.length > shape.window:
+            for offset, part in zip(offsets, self.ranges, strict=False):
+                yield from self._strips(offset, part, shape.window, shape.strip)
+            return
         yield from self._staircase(offsets, 0, len(self.ranges), 0, shape)
+
+    def _strips(self, offset: int, part: Range, window: int, strip: int) -> Iterator[Piece]:
+        """Pieces of one range under a window, each with all keys that its queries see."""
+        for start in range(0, part.length, strip):
+            stop = min(start + strip, part.length)
+            from_window = part.before + start - window + 1
+            low = max(0, from_window)
+            yield Piece(
+                slice(offset + start, offset + stop),
+                self._keys(low, part.before + stop),
+                causal=True,
+                fresh=True,
+                edge=slice(min(low - from_window, stop - start), stop - start),
+            )
 
     def _staircase(self, offsets: list[int], low: int, high: int, seen: int, shape: Cut) -> Iterator[Piece]:
         """Pieces of the ranges [low, high), whose first `seen` keys are done."""

@@ -7,7 +7,7 @@ log-sum-exp: the weights it recomputes are then the final ones, so each piece yi
 
 Who computes what: rectangles go to the operator if they have queries enough for it, to `tiles` otherwise; squares go to
 `tiles`, in strips, so that little is computed above the diagonal; documents of up to one strip are gathered and
-computed together with others of the same length.
+computed together with others of the same length. Sliding windows and soft caps are computed by `tiles` alone.
 
 Grouped heads never multiply K and V: the G query heads that share a key/value head are laid one behind another as one
 long query; where the operator computes a square they are expanded with stride 0. Temporary memory is bounded by a few
@@ -91,10 +91,12 @@ def default_limits(dtype: torch.dtype, group: int, *, backward: bool) -> Limits:
 
 
 class CpuBackend:
-    """Plain causal core attention; see `interface.Backend` for the two calls.
+    """Causal core attention; see `interface.Backend` for the two calls.
 
     Args:
         scale: factor on q·k.
+        window: keys that a query sees at most, its own included; None: all earlier ones.
+        softcap: c in c·tanh(score / c), applied after the scale and before the mask; None: no cap.
         forward, backward: limits instead of `default_limits`.
         strip: queries of a strip of a square, and the longest document that is computed with others.
     """
@@ -103,12 +105,19 @@ class CpuBackend:
     DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
     def __init__(
-        self, *, scale: float, forward: Limits | None = None, backward: Limits | None = None, strip: int = 128
+        self,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        forward: Limits | None = None,
+        backward: Limits | None = None,
+        strip: int = 128,
     ) -> None:
-        self.scale = scale
+        self.scale, self.window, self.softcap = scale, window, softcap
         self.strip = strip
         self._limits = {False: forward, True: backward}
-        self._masks: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
+        self._masks: dict[tuple[str, torch.dtype, bool], torch.Tensor] = {}
 
     def forward(self, tasks: KernelTasks, q: Stores, k: Stores, v: Stores, out: Stores, lse: Stores) -> None:
         limits = self._limits_of(q, k, backward=False)
@@ -211,9 +220,11 @@ class CpuBackend:
             tiles.scaled(q_KGSD, self.scale, bounded=bounded()),
             [keys.of(k) for keys in piece.keys],
             [keys.of(v) for keys in piece.keys],
-            self._mask(rows, lse_KGS.dtype, bounded()) if piece.causal else None,
+            self._mask("causal", lse_KGS.dtype, bounded())[:rows, :rows] if piece.causal else None,
             done,
             bounded=bounded(),
+            edge_CE=self._edge(piece, rows, lse_KGS.dtype, bounded()),
+            softcap=self.softcap,
         )
         torch.div(done.out.view(out_KGSD.shape), done.total.view(lse_KGS.shape)[..., None], out=out_KGSD)
         lse_KGS.copy_(done.lse.view(lse_KGS.shape))
@@ -305,27 +316,50 @@ class CpuBackend:
             [keys.of(v) for keys in piece.keys],
             [keys.of(dk) for keys in piece.keys],
             [keys.of(dv) for keys in piece.keys],
-            self._mask(rows, dk[0].dtype, bounded()) if piece.causal else None,
+            self._mask("causal", dk[0].dtype, bounded())[:rows, :rows] if piece.causal else None,
             self.scale,
             bounded=bounded(),
+            edge_CE=self._edge(piece, rows, dk[0].dtype, bounded()),
+            softcap=self.softcap,
         )
         _add(dq_KGSD, dq_KSD, fresh=piece.fresh)
 
     def _limits_of(self, q: Stores, k: Stores, *, backward: bool) -> Limits:
         group = q[0].shape[1] // k[0].shape[1]
-        return self._limits[backward] or default_limits(q[0].dtype, group, backward=backward)
+        limits = self._limits[backward] or default_limits(q[0].dtype, group, backward=backward)
+        if self.softcap is None:
+            return limits
+        # The operator knows no cap. Blocks are as long as `tiles` computes well.
+        block = min(limits.block, max(1, (1536 if backward else 768) // group))
+        return Limits(block, min(limits.gather, max(1, 1024 // group)), *(sys.maxsize,) * 3)
 
     def _cut(self, limits: Limits, group: int) -> Cut:
         """A range's keys before it go to `tiles` together with its square, if they go there."""
-        return Cut(self.strip, fused=(limits.operator - 1) // group, whole_square=limits.square)
+        return Cut(self.strip, fused=(limits.operator - 1) // group, whole_square=limits.square, window=self.window)
 
-    def _mask(self, side: int, dtype: torch.dtype, bounded: bool) -> torch.Tensor:
-        if (dtype, bounded) not in self._masks:
-            self._masks[dtype, bounded] = tiles.causal_mask(self.strip, dtype, bounded=bounded)
-        return self._masks[dtype, bounded][:side, :side]
+    def _mask(self, kind: str, dtype: torch.dtype, bounded: bool) -> torch.Tensor:
+        """A mask of `strip` queries: "causal", "edge" of the window, or both of them in a "square"."""
+        key = (kind, dtype, bounded)
+        if key not in self._masks:
+            side, window = self.strip, self.window
+            if kind == "edge":
+                self._masks[key] = tiles.window_edge(side, dtype, bounded=bounded)
+            elif kind == "square" and window is not None:
+                self._masks[key] = tiles.band_mask(side, window, dtype, bounded=bounded)
+            else:
+                self._masks[key] = tiles.causal_mask(side, dtype, bounded=bounded)
+        return self._masks[key]
+
+    def _edge(self, piece: Piece, rows: int, dtype: torch.dtype, bounded: bool) -> torch.Tensor | None:
+        """The mask over the first keys of a strip under the window."""
+        if piece.edge is None or piece.edge.start >= piece.edge.stop:
+            return None
+        return self._mask("edge", dtype, bounded)[:rows, piece.edge]
 
     def _bounded_scores(self, q: Stores, k: Stores) -> bool:
         """Whether no query of these stores can score above `tiles.SCORE_BOUND` with any key; NaN says no."""
+        if self.softcap is not None and self.softcap <= tiles.SCORE_BOUND:
+            return True
         longest_queries, longest_keys = ([_longest(x) for x in stores if len(x)] for stores in (q, k))
         factor = abs(self.scale)
         return all(factor * a * b <= tiles.SCORE_BOUND for a in longest_queries for b in longest_keys)
@@ -349,8 +383,9 @@ class CpuBackend:
             tiles.scaled(q_BRD[:, None], self.scale, bounded=bounded()),
             [k_BND],
             [v_BND],
-            self._mask(square.length, q_BRD.dtype, bounded()),
+            self._mask("square", q_BRD.dtype, bounded())[: square.length, : square.length],
             bounded=bounded(),
+            softcap=self.softcap,
         )
         _scatter(out[square.q_store], q_rows, done.out.div_(done.total), kv_heads)
         _scatter(_with_head_dim(lse)[square.q_store], q_rows, done.lse, kv_heads)
@@ -385,9 +420,10 @@ class CpuBackend:
             [v_BND],
             [dk_BND],
             [dv_BND],
-            self._mask(square.length, q_BRD.dtype, bounded()),
+            self._mask("square", q_BRD.dtype, bounded())[: square.length, : square.length],
             self.scale,
             bounded=bounded(),
+            softcap=self.softcap,
         )
         _scatter(dq[square.q_store], q_rows, dq_BRD, kv_heads)
         for stores, grad_BND in ((dk, dk_BND), (dv, dv_BND)):
@@ -395,6 +431,8 @@ class CpuBackend:
 
 
 def _operator_takes(piece: Piece, q_KGSD: torch.Tensor, limits: Limits) -> bool:
+    if piece.edge is not None:
+        return False
     if piece.causal:
         return q_KGSD.shape[2] >= limits.square
     keys = sum(run.rows.stop - run.rows.start for run in piece.keys)

@@ -104,9 +104,7 @@ class FlashBackend:
         return found[key]
 
 
-def check_flash(
-    kernels: FlashKernels, *, head_dim: int, dtype: torch.dtype, softcap: float | None, sink: torch.Tensor | None
-) -> None:
+def check_flash(kernels: FlashKernels, *, head_dim: int, dtype: torch.dtype, softcap: float | None) -> None:
     """Refuse what kernels cannot compute.
 
     Raises:
@@ -124,8 +122,6 @@ def check_flash(
         )
     if softcap is not None and not kernels.softcap:
         raise UsageError(f"{given} has no softcap; install flash-attn 2 or 3, or use name='reference' for small checks")
-    if sink is not None:
-        raise UsageError(f"{given} cannot honour sink; use name='reference' for small checks")
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,21 +87,19 @@ def build_backend(
     dropout: float = 0.0,
     window: int | None = None,
     softcap: float | None = None,
-    sink: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Backend:
     """Choose a back end and log its name; whatever it could not do is refused here, not in the middle of a run.
 
     Args:
-        name: "cpu" (fast, plain causal), "flash" (CUDA, kernels of flash-attn or torch), "reference" (slow,
-            everything), or "auto": on CUDA "flash", elsewhere "cpu" where it can do what is asked and "reference"
-            otherwise.
+        name: "cpu" (fast), "flash" (CUDA, kernels of flash-attn or torch), "reference" (slow, everything), or "auto":
+            on CUDA "flash", elsewhere "cpu" where it can do what is asked and "reference" otherwise. `attention.sink`
+            adds a sink to what any of them computed.
         head_dim, heads, kv_heads: the attention shape of this rank.
         device, dtype: of q, k, v.
         dropout: must be 0: no back end drops attention weights.
         window: keys that a query sees at most, its own included.
         softcap: c in c·tanh(score / c).
-        sink: (heads,) logits of one more key per head without a value.
         scale: factor on q·k; head_dim ** −0.5 if None.
 
     Raises:
@@ -120,8 +118,6 @@ def build_backend(
         raise UsageError(f"attention window={window}: a query sees at least itself; use window >= 1 or None")
     if softcap is not None and softcap <= 0:
         raise UsageError(f"attention softcap={softcap}: expected a positive number or None")
-    if sink is not None and tuple(sink.shape) != (heads,):
-        raise UsageError(f"attention sink has shape {tuple(sink.shape)}: expected one logit per head, ({heads},)")
     factor = head_dim**-0.5 if scale is None else scale
     kind = torch.device(device).type
     if name == "cpu" and kind != "cpu":
@@ -131,27 +127,20 @@ def build_backend(
         )
     if name == "flash" or (name == "auto" and kind != "cpu"):
         kernels = _flash_kernels(torch.device(device))
-        check_flash(kernels, head_dim=head_dim, dtype=dtype, softcap=softcap, sink=sink)
+        check_flash(kernels, head_dim=head_dim, dtype=dtype, softcap=softcap)
         _LOG.info("core attention: back end flash by %s (asked for %s) on %s, %s", kernels.name, name, device, dtype)
         return FlashBackend(kernels, scale=factor, window=window, softcap=softcap)
-    stricter = {"window": window, "softcap": softcap, "sink": sink}
-    asked = [argument for argument, value in stricter.items() if value is not None]
-    if name == "cpu" and asked:
-        raise UsageError(
-            f"attention back end 'cpu' computes plain causal attention and cannot honour {', '.join(asked)}; "
-            "use name='reference'"
-        )
     if name == "cpu" and dtype not in CpuBackend.DTYPES:
         raise UsageError(
             f"attention back end 'cpu' cannot compute in dtype={dtype}; use one of "
             f"{', '.join(str(d) for d in CpuBackend.DTYPES)}, or name='reference'"
         )
-    fast = not asked and dtype in CpuBackend.DTYPES and dtype != torch.float64
+    fast = dtype in CpuBackend.DTYPES and dtype != torch.float64
     backend: Backend
     if name == "cpu" or (name == "auto" and fast):
-        backend = CpuBackend(scale=factor)
+        backend = CpuBackend(scale=factor, window=window, softcap=softcap)
     else:
-        backend = ReferenceBackend(scale=factor, window=window, softcap=softcap, sink=sink)
+        backend = ReferenceBackend(scale=factor, window=window, softcap=softcap)
     _LOG.info("core attention: back end %s (asked for %s) on %s, %s", backend.name, name, kind, dtype)
     return backend
 

@@ -41,7 +41,7 @@ class ReferenceBackend:
         window: keys that a query sees at most, its own included; None: all earlier ones.
         softcap: c in c·tanh(score / c), applied after the scale and before the mask.
         sink: (heads,) logits of one more key per head that takes weight and gives no value. They enter `lse`; their
-            gradient is `sink_gradient`.
+            gradient is `sink_gradient`. What adds sinks to any back end, `attention.sink`, is compared with this.
     """
 
     name = "reference"
@@ -158,7 +158,7 @@ def core_attention_reference(
     Args:
         q_THD: (tokens, heads, head_dim); k_TKD, v_TKD: (tokens, kv_heads, head_dim).
         doc_lengths: tokens of each document, in order; their sum is `tokens`.
-        window, softcap, sink, scale: as in `interface.build_backend`; `sink` may require a gradient.
+        window, softcap, scale: as in `interface.build_backend`. sink: as in `ReferenceBackend`; may require a gradient.
 
     Returns:
         (tokens, heads, head_dim), in the type of `q_THD`.

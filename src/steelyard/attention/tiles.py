@@ -14,8 +14,12 @@ Two ways to the exponentials, chosen by the caller for a whole call:
   everywhere, while its `exp` (Intel's vector library) was 10 to 450 times slower for arguments below −87, −inf
   included, which a mask or one dominant key makes common. The mask adds −inf.
 
+There may be a mask at both ends of a strip's keys: over the last ones, which are the queries' own rows (causal), and
+over the first ones, which the later queries no longer see (a sliding window). A soft cap is applied to every score.
+
 B: batch (key/value heads, of one or of several documents), R: rows, i.e. the queries of the G heads that share the
-batch's keys, one head behind the other; N: keys; C: side of the masked square; D: head size.
+batch's keys, one head behind the other; N: keys; C: side of the masked square; E: keys at the window's edge, at most
+C; D: head size.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ BACKWARD_TILE = 1 << 17
 MIN_TILE_KEYS = 64
 # exp(−2 · 36 − ln N) is a normal fp32 number for N up to a million keys.
 SCORE_BOUND = 36.0
+# Maximum of a query to which the window's edge leaves no key of a tile: exp2(−inf − this) is 0, and so is its share.
+_NO_KEY = -1e30
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 
@@ -43,6 +49,19 @@ def causal_mask(side: int, dtype: torch.dtype, *, bounded: bool) -> torch.Tensor
     if bounded:
         return torch.ones(side, side, dtype=dtype).tril_()
     return torch.full((side, side), -torch.inf, dtype=dtype).triu_(1)
+
+
+def window_edge(side: int, dtype: torch.dtype, *, bounded: bool) -> torch.Tensor:
+    """(side, side) for the keys around the start of the first query's window: query i sees those from column i on."""
+    if bounded:
+        return torch.ones(side, side, dtype=dtype).triu_()
+    return torch.full((side, side), -torch.inf, dtype=dtype).tril_(-1)
+
+
+def band_mask(side: int, window: int, dtype: torch.dtype, *, bounded: bool) -> torch.Tensor:
+    """As `causal_mask`, for queries that see at most `window` keys, their own included."""
+    seen = torch.ones(side, side, dtype=torch.bool).tril_().triu_(1 - window)
+    return seen.to(dtype) if bounded else torch.zeros(side, side, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 class Partial(NamedTuple):
@@ -78,6 +97,8 @@ def forward(
     done: Partial | None = None,
     *,
     bounded: bool,
+    edge_CE: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """Attend to runs of keys, going on from what is `done`.
 
@@ -88,13 +109,21 @@ def forward(
         mask_CC: from `causal_mask`, for the last C keys of the last run and the C queries of every head; R is a
             multiple of C. None: no mask.
         done: attention of the same queries to other keys; it is overwritten.
-        bounded: see above; the same in `scaled`, `causal_mask`, `Partial.of` and here.
+        bounded: see above; the same in `scaled`, the masks, `Partial.of` and here.
+        edge_CE: columns of `window_edge` for the first E of all keys and the C queries of every head; None: all see
+            them.
+        softcap: c in c·tanh(score / c); None: no cap.
     """
-    for run, first, last, masked in _tiles(q_BRD, k_BND, mask_CC, FORWARD_TILE):
-        k_tile, v_tile = (x[run][:, first:last].to(q_BRD.dtype) for x in (k_BND, v_BND))
+    for tile in _tiles(q_BRD, k_BND, mask_CC, FORWARD_TILE):
+        k_tile, v_tile = (x[tile.run][:, tile.keys].to(q_BRD.dtype) for x in (k_BND, v_BND))
         weight_BRN = torch.bmm(q_BRD, k_tile.mT)
+        if softcap is not None:
+            _cap(weight_BRN, softcap, bounded=bounded)
+        masks = _masks_on(weight_BRN, tile, mask_CC, edge_CE)
         if bounded:
-            _weigh(weight_BRN, mask_CC if masked else None)
+            weight_BRN.exp_()
+            for scores, mask in masks:
+                scores.mul_(mask)
             sum_BR1 = weight_BRN.sum(-1, keepdim=True)
             if done is None:
                 done = Partial(torch.bmm(weight_BRN, v_tile), sum_BR1, torch.zeros_like(sum_BR1))
@@ -102,9 +131,11 @@ def forward(
                 done.total.add_(sum_BR1)
                 done.out.baddbmm_(weight_BRN, v_tile)
             continue
-        if masked and mask_CC is not None:
-            _square(weight_BRN, mask_CC).add_(mask_CC)
+        for scores, mask in masks:
+            scores.add_(mask)
         top_BR1 = weight_BRN.amax(-1, keepdim=True)
+        if edge_CE is not None:
+            top_BR1.clamp_(min=_NO_KEY)
         if done is None:
             weight_BRN.sub_(top_BR1).exp2_()
             done = Partial(torch.bmm(weight_BRN, v_tile), weight_BRN.sum(-1, keepdim=True), top_BR1)
@@ -140,11 +171,13 @@ def backward(
     scale: float,
     *,
     bounded: bool,
+    edge_CE: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Add to `dk_BND` and `dv_BND` in place; return the gradient (B, R, D) of the queries before they were scaled.
 
     Args:
-        q_BRD, k_BND, v_BND, mask_CC: as in `forward`.
+        q_BRD, k_BND, v_BND, mask_CC, edge_CE, softcap: as in `forward`.
         dout_BRD: gradient of the output.
         lse_BR, delta_BR: log-sum-exp over *all* keys of the queries, and the sum of dout · out over D.
         scale: the factor on q·k with which the queries were scaled.
@@ -157,49 +190,80 @@ def backward(
         dout_BRD, delta_BR1 = dout_BRD * share_BR1, delta_BR1 * share_BR1
     else:
         lse_BR1 = lse_BR1 * _LOG2_E
-    for run, first, last, masked in _tiles(q_BRD, k_BND, mask_CC, BACKWARD_TILE):
-        k_tile, v_tile = (x[run][:, first:last].to(q_BRD.dtype) for x in (k_BND, v_BND))
+    for tile in _tiles(q_BRD, k_BND, mask_CC, BACKWARD_TILE):
+        k_tile, v_tile = (x[tile.run][:, tile.keys].to(q_BRD.dtype) for x in (k_BND, v_BND))
         weight_BRN = torch.bmm(q_BRD, k_tile.mT)
+        slope_BRN = None if softcap is None else _cap(weight_BRN, softcap, bounded=bounded, slope=True)
+        masks = _masks_on(weight_BRN, tile, mask_CC, edge_CE)
         if bounded:
-            _weigh(weight_BRN, mask_CC if masked else None)
+            weight_BRN.exp_()
+            for scores, mask in masks:
+                scores.mul_(mask)
         else:
             weight_BRN.sub_(lse_BR1)
-            if masked and mask_CC is not None:
-                _square(weight_BRN, mask_CC).add_(mask_CC)
+            for scores, mask in masks:
+                scores.add_(mask)
             weight_BRN.exp2_()
-        dv_BND[run][:, first:last].baddbmm_(weight_BRN.mT, dout_BRD)
+        dv_BND[tile.run][:, tile.keys].baddbmm_(weight_BRN.mT, dout_BRD)
         dscore_BRN = torch.bmm(dout_BRD, v_tile.mT).sub_(delta_BR1).mul_(weight_BRN)
+        if slope_BRN is not None:
+            dscore_BRN.mul_(slope_BRN)
         # Where the queries carry log2(e) beside the scale, it is taken out again.
-        dk_BND[run][:, first:last].baddbmm_(dscore_BRN.mT, q_BRD, alpha=1.0 if bounded else _LN_2)
+        dk_BND[tile.run][:, tile.keys].baddbmm_(dscore_BRN.mT, q_BRD, alpha=1.0 if bounded else _LN_2)
         dq_BRD.baddbmm_(dscore_BRN, k_tile, alpha=scale)
     return dq_BRD
 
 
+class _Tile(NamedTuple):
+    """Keys of one run.
+
+    square: whether the masked square lies within, at its end.
+    before: keys of all runs that come before the first of this tile.
+    """
+
+    run: int
+    keys: slice
+    square: bool
+    before: int
+
+
 def _tiles(
     q_BRD: torch.Tensor, k_BND: Sequence[torch.Tensor], mask_CC: torch.Tensor | None, elements: int
-) -> Iterator[tuple[int, int, int, bool]]:
-    """(run, first key, last key, whether the masked square lies within) of each tile."""
+) -> Iterator[_Tile]:
     longest = max(MIN_TILE_KEYS, elements // max(1, q_BRD.shape[0] * q_BRD.shape[1]))
+    before = 0
     for run, keys in enumerate(k_BND):
         length = keys.shape[1]
         square = mask_CC.shape[0] if mask_CC is not None and run == len(k_BND) - 1 else 0
         # The last tile holds the square and as many keys before it as fit.
         tail = min(length, max(square, longest))
         for first in range(0, length - tail, longest):
-            yield run, first, min(first + longest, length - tail), False
+            yield _Tile(run, slice(first, min(first + longest, length - tail)), False, before + first)
         if tail:
-            yield run, length - tail, length, square > 0
+            yield _Tile(run, slice(length - tail, length), square > 0, before + length - tail)
+        before += length
 
 
-def _weigh(score_BRN: torch.Tensor, mask_CC: torch.Tensor | None) -> None:
-    """Bounded scores to weights, in place."""
-    score_BRN.exp_()
-    if mask_CC is not None:
-        _square(score_BRN, mask_CC).mul_(mask_CC)
-
-
-def _square(score_BRN: torch.Tensor, mask_CC: torch.Tensor) -> torch.Tensor:
-    """The scores under the mask, (B, G, C, C), a view."""
-    side = mask_CC.shape[0]
+def _masks_on(
+    score_BRN: torch.Tensor, tile: _Tile, mask_CC: torch.Tensor | None, edge_CE: torch.Tensor | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The masks that reach into a tile, each with the scores under it, (B, G, C, some keys), a view."""
+    found = []
     batch, rows, keys = score_BRN.shape
-    return score_BRN.view(batch, rows // side, side, keys)[..., keys - side :]
+    if tile.square and mask_CC is not None:
+        side = mask_CC.shape[0]
+        found.append((score_BRN.view(batch, rows // side, side, keys)[..., keys - side :], mask_CC))
+    if edge_CE is not None and tile.before < edge_CE.shape[1]:
+        side = edge_CE.shape[0]
+        part_CE = edge_CE[:, tile.before : tile.before + keys]
+        found.append((score_BRN.view(batch, rows // side, side, keys)[..., : part_CE.shape[1]], part_CE))
+    return found
+
+
+def _cap(score_BRN: torch.Tensor, softcap: float, *, bounded: bool, slope: bool = False) -> torch.Tensor | None:
+    """Cap scores in place; with `slope`, the derivative of the capped scores by the given ones."""
+    cap = softcap if bounded else softcap * _LOG2_E
+    score_BRN.div_(cap).tanh_()
+    slope_BRN = score_BRN.square().neg_().add_(1.0) if slope else None
+    score_BRN.mul_(cap)
+    return slope_BRN

@@ -22,6 +22,7 @@ from steelyard.attention.interface import Backend
 from steelyard.balance.agreement import Message, gather
 from steelyard.balance.background import Background
 from steelyard.balance.chunk_order import orders_of
+from steelyard.balance.given import check_makings, check_tensors, lengths_of, nano_batches_of, shards_of, shown
 from steelyard.balance.in_flight import InFlight, in_backward
 from steelyard.balance.nano_batch import Kernel, NanoBatchAttention
 from steelyard.balance.plans import NanoBatchPlan, StepPlan
@@ -32,7 +33,7 @@ from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import UsageError
 from steelyard.observe.meter import Meter
-from steelyard.planner import make_plan
+from steelyard.planner import POLICIES, make_plan
 from steelyard.planner.rates import Rate, speeds_of
 from steelyard.planner.tables import build_tables
 from steelyard.runtime import greenlets
@@ -93,6 +94,8 @@ class Balancer:
         meter: Meter | None = None,
         progress_period_s: float = 1.0,
     ) -> None:
+        numbers = {"tolerance": tolerance, "timeout_s": timeout_s, "row_keys": row_keys}
+        check_makings(group, planning_group, shape, dtype, device, numbers, speeds)
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
@@ -100,6 +103,8 @@ class Balancer:
             raise UsageError("Balancer: this process is not in the group that was given; make it on its ranks only")
         if not 0 <= tolerance < float("inf"):
             raise UsageError(f"Balancer: tolerance={tolerance}, expected a number >= 0 such as 0.05")
+        if policy not in POLICIES:
+            raise UsageError(f"Balancer: policy={policy!r}, expected one of {', '.join(POLICIES)}")
         if memory not in get_args(Memory):
             raise UsageError(f"Balancer: memory={memory!r}, expected one of {', '.join(get_args(Memory))}")
         plain = Kernel(window=window)
@@ -184,7 +189,8 @@ class Balancer:
             PeerError: a rank did not come to plan within the time-out.
             UsageError: the ranks do not do the same thing, have other settings, or no shape is known yet.
         """
-        return self._in_order(lambda: self._plan_now(doc_lengths_by_nano_batch, note, rate, reorder))
+        lengths = nano_batches_of("plan", doc_lengths_by_nano_batch)
+        return self._in_order(lambda: self._plan_now(lengths, note, rate, reorder))
 
     def prefetch(
         self,
@@ -196,9 +202,9 @@ class Balancer:
     ) -> Future[StepPlan]:
         """As `plan`, on a background thread; calls are worked off in order. Hand lengths over a step early, on every
         rank, and planning costs the step nothing."""
+        lengths = nano_batches_of("prefetch", doc_lengths_by_nano_batch)
         if self._planner is None:
             self._planner = Background("steelyard-plan")
-        lengths = [[int(n) for n in nano_batch] for nano_batch in doc_lengths_by_nano_batch]
         return self._planner.submit(lambda: self._plan_now(lengths, note, rate, reorder))
 
     def _in_order(self, plan: Callable[[], StepPlan]) -> StepPlan:
@@ -207,7 +213,7 @@ class Balancer:
 
     def _plan_now(
         self,
-        doc_lengths_by_nano_batch: Sequence[Sequence[int]],
+        own: list[list[int]],
         note: Any,
         rate: Rate | None,
         reorder: bool,
@@ -215,7 +221,6 @@ class Balancer:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            own = [[int(n) for n in lengths] for lengths in doc_lengths_by_nano_batch]
             messages = self._gather("documents", own, (note, rate), step, reorder=reorder)
             rounds = max(len(said.content) for said in messages)
             by_rank = [[*said.content, *[[]] * (rounds - len(said.content))] for said in messages]
@@ -245,13 +250,13 @@ class Balancer:
         Raises:
             PeerError, UsageError: as `plan`; or the shards do not cover every document once.
         """
-        return self._in_order(lambda: self._plan_shards_now(shards, note))
+        own = shards_of("plan_shards", shards)
+        return self._in_order(lambda: self._plan_shards_now(own, note))
 
-    def _plan_shards_now(self, shards: Shards, note: Any) -> StepPlan:
+    def _plan_shards_now(self, own: list[tuple[int, ...]], note: Any) -> StepPlan:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            own = [tuple(int(n) for n in shard) for shard in shards]
             messages = self._gather("shards", own, note, step)
             table = [(*shard, rank) for rank, said in enumerate(messages) for shard in said.content]
             nano_batch = self.plan_layout(_layout_of(table, self.ranks), step=step)
@@ -309,6 +314,7 @@ class Balancer:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Core attention of this rank's packed tokens, causal within each document.
 
@@ -327,6 +333,8 @@ class Balancer:
             scale: factor on q·k; None: 1/√(head size).
             window: keys that a query sees at most, its own included; None: the balancer's.
             softcap: c in c·tanh(score / c).
+            sink: (heads,) logits of one more key per head that takes weight and has no value; the same on every rank. A
+                rank's gradient of it is that of the rows it computed, and the sum over ranks is right.
 
         Returns:
             (tokens, heads, head size), in the dtype of q.
@@ -336,7 +344,11 @@ class Balancer:
                 be one of several passes.
             PeerError: a rank did not take part within the time-out.
         """
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            check_tensors(q=q, k=k, v=v)
         self._learn_shape(q, k)
+        if doc_lens is not None and shards is not None:
+            raise UsageError("attention: doc_lens and shards are given; give the one that says where the documents are")
         named = doc_lens is not None or shards is not None
         if named:
             self._begin_if_new(doc_lens, shards)
@@ -346,7 +358,7 @@ class Balancer:
         if current is None:
             raise UsageError("attention: no documents yet; give doc_lens=… or shards=…, or call begin first")
         kernel = Kernel(scale, window if window is not None else self.window, softcap)
-        return current(q, k, v, layer=layer, kernel=kernel)
+        return current(q, k, v, layer=layer, kernel=kernel, sink_N=sink)
 
     def begin(
         self,
@@ -363,13 +375,13 @@ class Balancer:
         if sum(given is not None for given in (doc_lens, shards, plan)) != 1:
             raise UsageError("begin: give exactly one of doc_lens=…, shards=… and plan=…")
         if doc_lens is not None:
-            plan = self.plan([doc_lens]).nano_batches[0]
+            plan = self.plan([lengths_of("doc_lens", doc_lens)]).nano_batches[0]
         elif shards is not None:
-            whole = bool(shards) and all(len(shard) == 4 for shard in shards)
-            plan = (
-                self.plan_layout(_layout_of(shards, self.ranks)) if whole else self.plan_shards(shards).nano_batches[0]
-            )
-        assert plan is not None
+            own = shards_of("shards", shards)
+            whole = bool(own) and all(len(shard) == 4 for shard in own)
+            plan = self.plan_layout(_layout_of(own, self.ranks)) if whole else self.plan_shards(own).nano_batches[0]
+        if not isinstance(plan, NanoBatchPlan):
+            raise UsageError(f"begin: plan={shown(plan)}, expected one of `plan(…).nano_batches`")
         self._current = self._given = None
         self._current = self._new_pass(plan, turn)
         return self._current
@@ -467,8 +479,7 @@ class Balancer:
 
     def _begin_if_new(self, doc_lens: Sequence[int] | None, shards: Shards | None) -> None:
         given = doc_lens if doc_lens is not None else shards
-        assert given is not None
-        content = tuple(given)
+        content = tuple(lengths_of("doc_lens", given) if shards is None else shards_of("shards", given))
         if self._given is not None and self._given[0] is given and self._given[1] == content:
             return
         self.begin(doc_lens=doc_lens, shards=shards)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Protocol
 
 import torch
@@ -33,7 +34,7 @@ class Kernel:
         softcap: c in c·tanh(score / c); None: no cap.
 
     Raises:
-        UsageError: a window below 1.
+        UsageError: something that is no number, or a window below 1.
     """
 
     scale: float | None = None
@@ -41,6 +42,11 @@ class Kernel:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("scale", "window", "softcap"):
+            value, kind = getattr(self, name), Integral if name == "window" else Real
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                expected = "a whole number" if name == "window" else "a number"
+                raise UsageError(f"attention: {name}={value!r}, expected {expected} or None")
         if self.window is not None and self.window < 1:
             raise UsageError(
                 f"window={self.window}: expected at least 1, the query's own key, or None to see all earlier keys"
@@ -92,12 +98,15 @@ class NanoBatchAttention:
         *,
         layer: int | None = None,
         kernel: Kernel = Kernel(),
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attention output (T, N, H) of this rank's tokens.
 
         Args:
             layer: number of the layer in this pass; without it checkpointed layers are computed anew in backward.
             kernel: what the layer computes; must be the same on every rank.
+            sink_N: logits of one more key per head that takes weight and has no value (an attention sink); the same on
+                every rank. A rank's gradient of it is of the rows that it computed: sum it over the ranks.
 
         Raises:
             UsageError: tensors that do not fit the plan or each other, or that the back end cannot compute.
@@ -111,7 +120,7 @@ class NanoBatchAttention:
         again = in_backward()
         if again:
             self.in_flight.run_again()
-        call = core.send(q_TNH, k_TKH, v_TKH, number, keep=keep, answer=answer)
+        call = core.send(q_TNH, k_TKH, v_TKH, number, keep=keep, answer=answer, sink_N=sink_N)
         if answer is not None:
             self.answers += 1
             core.attend_local(call)

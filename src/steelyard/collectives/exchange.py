@@ -34,7 +34,12 @@ class Transfer:
         exchange, start_s = self._exchange, time.monotonic()
         with exchange.meter.span(f"wait {self._point.phase}", "wait", layer=self._point.layer):
             try:
-                self._work.wait(timedelta(seconds=exchange.timeout_s))
+                if self._send.is_cuda:
+                    # Makes the stream wait, not the host: given a time-out, NCCL would hold up the host until the rows are
+                    # there, and with it all launches. Its own watchdog ends a job that hangs.
+                    self._work.wait()
+                else:
+                    self._work.wait(timedelta(seconds=exchange.timeout_s))
             except RuntimeError as error:
                 raise exchange.failure(self._point, self._number, time.monotonic() - start_s, error) from error
         del self._send
@@ -46,7 +51,7 @@ class Exchange:
     Args:
         group: all ranks that exchange; None with a single rank (then nothing is ever exchanged).
         progress: publishes where this rank is; None leaves time-outs without names.
-        timeout_s: longest wait for a transfer.
+        timeout_s: longest wait for a transfer on CPUs; on GPUs the process group has its own.
         meter: where waiting and transfer times go.
     """
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from steelyard.errors import UsageError
+from steelyard.errors import PeerError, UsageError
 
 
 def twin_group(group: dist.ProcessGroup | None, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """A new group of the ranks of `group` (None: all). Collective over `group`, and over nothing else.
 
     Raises:
+        PeerError: a rank did not come within the time-out; names it.
         UsageError: the ranks of a part of the world cannot agree on a name for it.
     """
     ranks = dist.get_process_group_ranks(group)
+    _roll_call(ranks, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     whole = len(ranks) == dist.get_world_size()
     if not whole:
@@ -23,6 +27,32 @@ def twin_group(group: dist.ProcessGroup | None, backend: str, timeout_s: float) 
     twin = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
     assert isinstance(twin, dist.ProcessGroup)
     return twin
+
+
+def _roll_call(ranks: Sequence[int], timeout_s: float) -> None:
+    """Wait until all ranks are here. torch would wait as well, but does not say for whom."""
+    read = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if read is None or len(ranks) == 1:
+        return
+    store, own = read(), dist.get_rank()
+    name = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    turns = f"steelyard-groups/{name}/turns of {own}"
+    turn = store.add(turns, 1)
+    keys = {rank: f"steelyard-groups/{name}/{turn}/{rank}" for rank in ranks}
+    store.set(keys[own], "here")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        store.add(turns, -1)
+        store.delete_key(keys[own])
+        names = ", ".join(str(rank) for rank in missing[:8]) + (", …" if len(missing) > 8 else "")
+        shown = f"rank{'s' if len(missing) > 1 else ''} {names}"
+        raise PeerError(
+            f"process groups: rank {own} waited {timeout_s:g} s for {shown} to make "
+            f"a group of {len(ranks)} ranks together; every rank must attach its model (or make its Balancer). To work "
+            f"without the others, give group=torch.distributed.new_group([{own}], use_local_synchronization=True)"
+        ) from error
 
 
 def _check_names(group: dist.ProcessGroup | None, ranks: int) -> None:

@@ -16,6 +16,9 @@ Between the passes a server keeps what it received and computed (`memory="keep"`
 it again in backward (`"resend"`: 6 instead of 4 query-sized and 3 instead of 2 key/value-sized transfers over both
 passes, and no memory for other ranks' rows in between). Both give the same gradients.
 
+A sink (one more key per head without a value) is added where a row is computed; so is its gradient, and the sum of
+the ranks' gradients is that of all rows. Nothing more is sent for it.
+
 Shapes: T local tokens, N query heads, K key/value heads, H head size; Q, S rows of queries and of keys/values that are
 sent or received. Keys and values travel together as (S, 2, K, H).
 """
@@ -26,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,8 +38,9 @@ from torch.autograd.function import once_differentiable
 
 from steelyard.attention import accumulator_dtype
 from steelyard.attention.interface import Backend
+from steelyard.attention.sink import QueryRuns, add_sink, check_sink, query_runs, sink_gradient_of
 from steelyard.collectives import Exchange, Point, Transfer
-from steelyard.domain.plan import DispatchTables
+from steelyard.domain.plan import DispatchTables, KernelTasks
 from steelyard.errors import UsageError
 from steelyard.runtime.arena import Arena
 from steelyard.runtime.row_runs import RowRuns, rows_per_rank
@@ -80,6 +85,8 @@ class Call:
     q_TNH: Tensor | None = None
     k_TKH: Tensor | None = None
     v_TKH: Tensor | None = None
+    sink_N: Tensor | None = None
+    sink_learns: bool = False
     out_TNH: Tensor | None = None
     lse_TN: Tensor | None = None
     q_QNH: Tensor | None = None
@@ -90,8 +97,10 @@ class Call:
     dq_TNH: Tensor | None = None
     dk_TKH: Tensor | None = None
     dv_TKH: Tensor | None = None
+    dsink_N: Tensor | None = None
     sent: list[Tensor] = field(default_factory=list)
     arriving: list[Tensor] = field(default_factory=list)
+    loans: tuple[Tensor | None, ...] = ()  # what the arena lent for saved tensors, whatever saved-tensor hooks keep
     transfers: list[Transfer] = field(default_factory=list)
 
     def start(self, phase: str, pairs: list[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
@@ -111,6 +120,20 @@ class Call:
         arrived = self.arriving
         self.transfers, self.sent, self.arriving = [], [], []
         return arrived
+
+    def add_sink(self, tasks: KernelTasks, out: list[Tensor], lse: list[Tensor]) -> None:
+        """Take the sink's share from rows that were just computed."""
+        if self.sink_N is not None:
+            add_sink(self.sink_N, self.core_attention.queries_of(tasks), out, lse)
+
+    def add_to_sink_gradient(
+        self, tasks: KernelTasks, dout: list[Tensor], out: list[Tensor], lse: list[Tensor]
+    ) -> None:
+        """Add what rows that this server computed give to the sink's gradient, if one is asked for."""
+        if self.sink_N is None or not self.sink_learns:
+            return
+        gradient_N = sink_gradient_of(self.sink_N, self.core_attention.queries_of(tasks), dout, out, lse)
+        self.dsink_N = gradient_N if self.dsink_N is None else self.dsink_N.add_(gradient_N)
 
 
 class CoreAttention:
@@ -140,11 +163,18 @@ class CoreAttention:
         self.memory = memory
         self.nano_batch, self.step = nano_batch, step
         self.meter = exchange.meter
+        self._queries: WeakKeyDictionary[KernelTasks, QueryRuns] = WeakKeyDictionary()
         self.q_runs, self.kv_runs = RowRuns(tables.q_send), RowRuns(tables.kv_send)
         self.q_send_counts, self.q_receive_counts, self.kv_send_counts, self.kv_receive_counts = (
             rows_per_rank(part.peer, part.rows, tables.ranks)
             for part in (tables.q_send, tables.q_receive, tables.kv_send, tables.kv_receive)
         )
+
+    def queries_of(self, tasks: KernelTasks) -> QueryRuns:
+        """The query rows of a table, worked out once for all layers and both passes."""
+        if tasks not in self._queries:
+            self._queries[tasks] = query_runs(tasks)
+        return self._queries[tasks]
 
     @contextmanager
     def kernel(self, name: str, call: Call) -> Iterator[None]:
@@ -171,15 +201,18 @@ class CoreAttention:
         *,
         keep: bool = False,
         answer: Kept | None = None,
+        sink_N: Tensor | None = None,
     ) -> Call:
         """Start the transfer of the rows that leave.
 
         Args:
             keep: leave the results in `Call.kept` until backward, also where gradients are off for now.
             answer: what an earlier call with the same rows kept: nothing is sent or computed again.
+            sink_N: logits of one more key per head without a value, the same on every rank; None: no such key. Its
+                gradient covers the rows that this rank computed: sum it over the ranks, as all others.
 
         Raises:
-            UsageError: q, k or v do not have the rows of the layout.
+            UsageError: q, k or v do not have the rows of the layout, or the sink is not one logit per head.
         """
         for name, tensor in (("q", q_TNH), ("k", k_TKH), ("v", v_TKH)):
             if tensor.dim() != 3 or tensor.shape[0] != self.tables.tokens:
@@ -188,9 +221,13 @@ class CoreAttention:
                     f"{self.tables.tokens} tokens, as the plan of this nano-batch says; were the documents changed "
                     "after planning?"
                 )
-        needs_backward = keep or (torch.is_grad_enabled() and any(t.requires_grad for t in (q_TNH, k_TKH, v_TKH)))
+        given = [q_TNH, k_TKH, v_TKH]
+        if sink_N is not None:
+            check_sink(sink_N, q_TNH.shape[1])
+            given.append(sink_N)
+        needs_backward = keep or (torch.is_grad_enabled() and any(t.requires_grad for t in given))
         call = Call(self, layer, needs_backward, keep, answer=answer)
-        call.token = cast(Tensor, _Send.apply(call, q_TNH, k_TKH, v_TKH))  # type: ignore[no-untyped-call]
+        call.token = cast(Tensor, _Send.apply(call, q_TNH, k_TKH, v_TKH, sink_N))  # type: ignore[no-untyped-call]
         return call
 
     def attend_local(self, call: Call) -> None:
@@ -254,9 +291,12 @@ def _query_key_value_transfers(call: Call) -> list[_Pending]:
 
 class _Send(Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sink_N: Tensor | None) -> Tensor:
         core = call.core_attention
         ctx.call, ctx.kv_dtype = call, k_TKH.dtype
+        if sink_N is not None:
+            ctx.sink_dtype, call.sink_N = sink_N.dtype, sink_N.detach()
+            call.sink_learns = ctx.needs_input_grad[4]
         call.q_TNH, call.k_TKH, call.v_TKH = q_TNH.detach(), k_TKH.detach(), v_TKH.detach()
         if core.tables.exchanges and call.answer is None:
             call.start("dispatch", _query_key_value_transfers(call))
@@ -264,7 +304,7 @@ class _Send(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dtoken: Tensor) -> tuple[None, Tensor, Tensor, Tensor, Tensor | None]:
         call: Call = ctx.call
         core = call.core_attention
         dq, dk, dv = call.dq_TNH, call.dk_TKH, call.dv_TKH
@@ -275,8 +315,9 @@ class _Send(Function):
             core.kv_runs.add_back(dk, dkv_back[:, 0])
             core.kv_runs.add_back(dv, dkv_back[:, 1])
             core.arena.release(dq_back, dkv_back)
-        call.dq_TNH = call.dk_TKH = call.dv_TKH = None
-        return None, dq, dk.to(ctx.kv_dtype), dv.to(ctx.kv_dtype)
+        dsink = call.dsink_N.to(ctx.sink_dtype) if call.dsink_N is not None else None
+        call.dq_TNH = call.dk_TKH = call.dv_TKH = call.dsink_N = None
+        return None, dq, dk.to(ctx.kv_dtype), dv.to(ctx.kv_dtype), dsink
 
 
 class _AttendLocal(Function):
@@ -292,6 +333,7 @@ class _AttendLocal(Function):
         out, lse = [call.out_TNH, call.out_TNH[:0]], [call.lse_TN, call.lse_TN[:0]]
         with core.kernel("local tasks", call):
             core.backend.forward(core.tables.local_tasks, *_local_store(call), out, lse)
+            call.add_sink(core.tables.local_tasks, out, lse)
         return token.new_zeros(1)
 
     @staticmethod
@@ -303,12 +345,14 @@ class _AttendLocal(Function):
         dq, dk, dv = call.dq_TNH, call.dk_TKH, call.dv_TKH
         assert out is not None and lse is not None and dout is not None
         assert dq is not None and dk is not None and dv is not None
+        results = [dout, dout[:0]], [out, out[:0]], [lse, lse[:0]]
         with core.kernel("local tasks, backward", call):
             core.backend.backward(
-                core.tables.local_tasks, [dout, dout[:0]], *_local_store(call), [out, out[:0]], [lse, lse[:0]],
+                core.tables.local_tasks, results[0], *_local_store(call), *results[1:],
                 [dq, dq[:0]], [dk, dk[:0]], [dv, dv[:0]],
             )  # fmt: skip
-        call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = call.dout_TNH = None
+            call.add_to_sink_gradient(core.tables.local_tasks, *results)
+        call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = call.dout_TNH = call.sink_N = None
         return None, dtoken.new_zeros(1)
 
 
@@ -326,6 +370,7 @@ class _AttendReceived(Function):
             out, lse = [call.out_TNH, call.out_QNH], [call.lse_TN, call.lse_QN]
             with core.kernel("received tasks", call):
                 core.backend.forward(core.tables.received_tasks, *_both_stores(call), out, lse)
+                call.add_sink(core.tables.received_tasks, out, lse)
             returning = [call.out_QNH]
             if call.needs_backward and core.memory == "resend":
                 returning.append(call.lse_QN)
@@ -353,12 +398,15 @@ class _AttendReceived(Function):
             assert call.out_QNH is not None and call.lse_QN is not None
             dq_QNH = arena.acquire(tuple(call.q_QNH.shape), q.dtype)
             dkv_S2KH = arena.acquire(tuple(call.kv_S2KH.shape), sum_dtype).zero_()
+            results = [dout, dout_QNH], [out, call.out_QNH], [lse, call.lse_QN]
             with core.kernel("received tasks, backward", call):
                 core.backend.backward(
-                    core.tables.received_tasks, [dout, dout_QNH], *_both_stores(call), [out, call.out_QNH],
-                    [lse, call.lse_QN], [dq, dq_QNH], [dk, dkv_S2KH[:, 0]], [dv, dkv_S2KH[:, 1]],
+                    core.tables.received_tasks, results[0], *_both_stores(call), *results[1:],
+                    [dq, dq_QNH], [dk, dkv_S2KH[:, 0]], [dv, dkv_S2KH[:, 1]],
                 )  # fmt: skip
-            arena.release(dout_QNH, call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN)
+                call.add_to_sink_gradient(core.tables.received_tasks, *results)
+            arena.release(dout_QNH, *(again or call.loans))
+            call.loans = ()
             call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
             dkv_send = dkv_S2KH
             if sum_dtype != k.dtype:
@@ -378,12 +426,14 @@ def _leave_for_backward(ctx: Any, call: Call, received: tuple[Tensor | None, ...
         # Detached: `out` itself will be part of the graph that holds this call, and would keep itself alive.
         call.kept = Kept(out.detach(), lse, received, out._version)
     if call.needs_backward:
-        # Through save_for_backward: torch then checks in-place changes and honours saved-tensor hooks.
-        ctx.save_for_backward(call.q_TNH, call.k_TKH, call.v_TKH, out, lse, *received)
+        # Through save_for_backward: torch then checks in-place changes and honours saved-tensor hooks. Such hooks may
+        # keep another tensor over the same memory, so the call itself holds what is lent until backward has used it.
+        call.loans = received
+        ctx.save_for_backward(call.q_TNH, call.k_TKH, call.v_TKH, call.sink_N, out, lse, *received)
     elif call.answer is None:
         call.core_attention.arena.release(*received)
     call.answer = None
-    call.q_TNH = call.k_TKH = call.v_TKH = call.out_TNH = call.lse_TN = None
+    call.q_TNH = call.k_TKH = call.v_TKH = call.sink_N = call.out_TNH = call.lse_TN = None
     call.q_QNH = call.kv_S2KH = call.out_QNH = call.lse_QN = None
     return out
 
@@ -425,7 +475,7 @@ class _Finish(Function):
                 "buffers are given back after the first time, so run forward again"
             )
         (
-            call.q_TNH, call.k_TKH, call.v_TKH, call.out_TNH, call.lse_TN,
+            call.q_TNH, call.k_TKH, call.v_TKH, call.sink_N, call.out_TNH, call.lse_TN,
             call.q_QNH, call.kv_S2KH, call.out_QNH, call.lse_QN,
         ) = ctx.saved_tensors  # fmt: skip
         # Not before: reading the saved tensors may run the checkpointed layer once more, which is answered from `kept`.

@@ -10,7 +10,8 @@ which is the order of `ping_pong` (decision 0005), so backward, in the reverse o
 
 Both halves run on one thread, and torch keeps grad mode, autocast and saved-tensor hooks per thread. Whatever a half
 has set is taken off when it gives its turn away and put on when it comes back; without that the tensors of one half
-would end up under the checkpoint of the other.
+would end up under the checkpoint of the other. Inference mode and the modes of torch can only be left in the order in
+which they were entered, so a half that has entered one may not give its turn away: around both halves they are fine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def alternate(halves: Sequence[Callable[[Callable[[], None]], Result]]) -> list[
 
     Raises:
         UsageError: another number of halves, `greenlet` is not installed, this torch does not tell which saved-tensor
-            hooks are set, or a half holds a torch mode (such as selective checkpointing) when it gives its turn away.
+            hooks are set, or a half holds a torch mode (such as selective checkpointing) or inference mode when it
+            gives its turn away.
     """
     if not 1 <= len(halves) <= 2:
         raise UsageError(f"{len(halves)} nano-batches at once, expected 1 (plain) or 2 (ping-pong)")
@@ -68,6 +70,7 @@ class _Half(Generic[Result]):
         self._function = function
         self._devices = devices
         self._modes = _modes()
+        self._inference = torch.is_inference_mode_enabled()
         self._state: _ThreadState | None = None
         self._greenlet = greenlet.greenlet(lambda: function(self.turn))
         # What a library keeps in context variables during its forward is its half's own.
@@ -103,6 +106,12 @@ class _Half(Generic[Result]):
             raise UsageError(
                 "ping-pong: a torch mode that the model entered is active at attention (selective checkpointing?); two "
                 "halves cannot share it: use plain activation checkpointing, or run without ping-pong"
+            )
+        if torch.is_inference_mode_enabled() != self._inference:
+            raise UsageError(
+                "ping-pong: the model enters or leaves torch.inference_mode() around attention, which two halves "
+                "cannot share: use torch.no_grad() there, put inference mode around the whole call, or run without "
+                "ping-pong"
             )
         self._state = _ThreadState.take(self._devices)
         self._greenlet.parent.switch()
