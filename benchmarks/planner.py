@@ -4,10 +4,12 @@
     python benchmarks/planner.py --only '*n8' --growth 8 64 --out part   # a part, elsewhere
     python benchmarks/planner.py --redraw                         # page and pictures from docs/results/planner.json
 
-Three parts. *workloads*: the policy `balanced` on every workload file and tolerance, every batch; where documents span
+Four parts. *workloads*: the policy `balanced` on every workload file and tolerance, every batch; where documents span
 servers also with the layout chosen, which is what `steelyard plan` does. *policies*: all policies on every file at the
 middle tolerance. *growth*: generated workloads of 8 to 4,096 servers with constant tokens per server
 (`planner_workloads`), time of planning and of the tables of all ranks; spanning ones again with the layout chosen.
+*alternatives*: what flattening the busiest of 8 servers costs, what forwarding keys inside nodes would save, and how
+long transfers last beside attention (`planner_alternatives`).
 `benchmarks/planner_gap.py` writes the page's last table.
 
 Work, bytes and rows are counted by `planner.checks.verify` from the tables. Times are the fastest of three runs, in one
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planner_alternatives import flattening_rows, forwarding_rows, transfer_rows
 from planner_pictures import draw_pictures
 from planner_report import CHOSEN, GOAL_TOLERANCE, renew_page, summary_lines
 from planner_workloads import generated_workload
@@ -41,18 +44,20 @@ from steelyard.planner.tables import build_tables
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = ROOT / "../shared/workloads"
 RESULTS = ROOT / "docs/results"
+PARTS = ("workloads", "policies", "growth", "alternatives")
 TOLERANCES = (0.1, 0.05, 0.02)
 GROWTH = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GROWTH_KINDS = ("whole", "spanning")
 POLICY_TOLERANCE = 0.05
 GROWTH_TOLERANCE = 0.02
+FEW_SERVERS = 8  # where total bytes and the busiest server's trade; one node
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--parts", nargs="*", choices=("workloads", "policies", "growth"), help="none: all")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, help="none: all")
     parser.add_argument("--workloads", type=Path, default=WORKLOADS, help="folder of workload files")
     parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN", help="names of workload files")
     parser.add_argument("--tolerances", nargs="*", type=float, default=TOLERANCES)
@@ -77,7 +82,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures, as JSON values."""
-    parts = options.parts or ("workloads", "policies", "growth")
+    parts = options.parts or PARTS
     paths = sorted(
         (p for p in options.workloads.glob("*_n*.json") if any(fnmatch.fnmatch(p.stem, o) for o in options.only)),
         key=workload_order,
@@ -95,6 +100,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "chosen": [],
         "policies": [],
         "growth": [],
+        "flattening": [],
+        "forwarding": [],
+        "transfers": [],
         "published": json.loads(published.read_text(encoding="utf-8"))["rows"] if published.exists() else [],
     }
     workloads = [(path.stem, read_workload(path)) for path in paths]
@@ -116,6 +124,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     record["growth"] += rows(
                         kind + CHOSEN, workload, ["balanced"], GROWTH_TOLERANCE, options.model, layout_chosen=True
                     )
+    if "alternatives" in parts:
+        shape = attention_shape(options.model)
+        for name, workload in workloads:
+            print(f"{name}: alternatives", file=sys.stderr, flush=True)
+            if workload.ranks == FEW_SERVERS:
+                record["flattening"] += flattening_rows(name, workload, shape, GOAL_TOLERANCE)
+            else:
+                record["forwarding"] += forwarding_rows(name, workload, shape, GOAL_TOLERANCE)
+            record["transfers"] += transfer_rows(name, workload, shape, GOAL_TOLERANCE)
     record["took_s"] = round(time.monotonic() - begin)
     return record
 

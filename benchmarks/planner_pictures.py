@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from planner_alternatives import curves, pareto
 from planner_report import GOAL_TOLERANCE, by_name, by_workload, published_ratios
 
-from steelyard.plots.style import BLUE, GREEN, INK, MUTED, ORANGE, RULE, VERMILION, horizontal_grid, picture
+from steelyard.plots.style import BLUE, GREEN, INK, MUTED, ORANGE, RULE, SKY, VERMILION, horizontal_grid, picture
 
 Row = dict[str, Any]
 TOLERANCE_COLORS = (BLUE, GREEN, ORANGE, VERMILION)
+LABEL_GAP_DECADES = 0.34  # between numbers at the lines' ends
 NAME_LINES = "stream, context, tokens a server, servers"
 PUBLISHED_TOTAL_MS = {64: (170, 290), 512: (9_000, 11_000)}
 """Plan and tables of the published planner (arXiv 2510.18121, released code), as measured for the goals."""
@@ -36,6 +38,9 @@ def draw_pictures(record: dict[str, Any], folder: Path) -> list[Path]:
             "busiest_lower_bound_bytes",
             "Bytes of the busiest server over its bound",
         )
+    if record.get("flattening"):
+        drawn.append(folder / "planner-flattening.png")
+        flattening_picture(drawn[-1], record)
     if record["published"] and record["workloads"]:
         drawn.append(folder / "planner-published.png")
         published_picture(drawn[-1], record)
@@ -51,15 +56,13 @@ def growth_picture(path: Path, record: dict[str, Any]) -> None:
     with picture(path, height_in=4.6, title=growth_title(record), note=note) as figure:
         axes = figure.subplots()
         servers: list[int] = []
+        ends: list[tuple[float, str]] = []
         for (name, rows), color in zip(by_name(record["growth"]).items(), (BLUE, ORANGE, GREEN), strict=False):
             servers = [r["servers"] for r in rows]
             total = [r["plan_ms"] + r["tables_ms"] for r in rows]
             axes.plot(servers, total, color=color, marker="o", markersize=5, label=f"{name}: plan and all tables")
             axes.plot(servers, [r["plan_ms"] for r in rows], color=color, linestyle=(0, (2, 2)), label=f"{name}: plan")
-            axes.annotate(
-                f"{total[-1]:,.0f} ms", (servers[-1], total[-1]), xytext=(6, 0), textcoords="offset points",
-                va="center", color=INK,
-            )  # fmt: skip
+            ends.append((total[-1], color))
         grown = [n * np.log2(n) for n in servers]
         first = by_name(record["growth"])
         start = min(rows[0]["plan_ms"] + rows[0]["tables_ms"] for rows in first.values())
@@ -70,7 +73,13 @@ def growth_picture(path: Path, record: dict[str, Any]) -> None:
                 axes.plot([n, n], [low, high], color=VERMILION, linewidth=5, solid_capstyle="round", label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xlim(servers[0] / 1.2, servers[-1] * 1.6)
+        axes.set_xlim(servers[0] / 1.2, servers[-1] * 1.9)
+        heights = _apart([np.log10(time_ms) for time_ms, _ in ends], LABEL_GAP_DECADES)
+        for (time_ms, color), height in zip(ends, heights, strict=True):
+            axes.annotate(
+                f"{time_ms:,.0f} ms", (servers[-1], 10**height), xytext=(9, 0), textcoords="offset points",
+                va="center", color=color,
+            )  # fmt: skip
         axes.xaxis.set_major_locator(FixedLocator(servers))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -79,6 +88,31 @@ def growth_picture(path: Path, record: dict[str, Any]) -> None:
         axes.set_xlabel("servers")
         horizontal_grid(axes)
         figure.legend(loc="outside lower center", ncols=3, labelcolor=MUTED)
+
+
+def _apart(heights: list[float], gap: float) -> list[float]:
+    """The same heights, moved as little as possible so that all are `gap` apart."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    # Least squares under x[i + 1] >= x[i] + gap: neighbours that would touch become one block around their mean.
+    blocks: list[list[int]] = []
+    for i in order:
+        blocks.append([i])
+        while len(blocks) > 1 and _low(blocks[-1], heights, gap) - _high(blocks[-2], heights, gap) < gap:
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    moved = list(heights)
+    for block in blocks:
+        for place, i in enumerate(block):
+            moved[i] = _low(block, heights, gap) + place * gap
+    return moved
+
+
+def _low(block: list[int], heights: list[float], gap: float) -> float:
+    """Where the lowest of a block comes to lie."""
+    return float(np.mean([heights[i] for i in block])) - gap * (len(block) - 1) / 2
+
+
+def _high(block: list[int], heights: list[float], gap: float) -> float:
+    return _low(block, heights, gap) + gap * (len(block) - 1)
 
 
 def growth_title(record: dict[str, Any]) -> str:
@@ -116,6 +150,33 @@ def bound_picture(path: Path, record: dict[str, Any], value: str, bound: str, wh
         axes.set_ylabel("÷ lower bound")
         horizontal_grid(axes)
         figure.legend(loc="outside lower center", ncols=4, labelcolor=MUTED)
+
+
+def flattening_picture(path: Path, record: dict[str, Any]) -> None:
+    """Total against busiest, each over its bound: the free plan, and those under caps that no other beats in both."""
+    colors = (BLUE, SKY, GREEN, ORANGE, VERMILION, INK)
+    found = {batch: [points[0], *pareto(points)] for batch, points in curves(record["flattening"]).items()}
+    dearest = max(best[-1]["total_over_bound"] - best[0]["total_over_bound"] for best in found.values())
+    gained = max(best[0]["busiest_over_bound"] - best[-1]["busiest_over_bound"] for best in found.values())
+    title = f"8 servers: {dearest:.0%} more bytes make the busiest server at most {gained:.0%} lighter"
+    note = (
+        f"Tolerance {GOAL_TOLERANCE:g}; a line is a batch. Filled: as planned; open: under ever lower caps on what a "
+        "server may receive,\nas far as they leave the balance alone and no other plan is better in both. "
+        f"Commit {record['commit']}."
+    )
+    with picture(path, height_in=4.6, title=title, note=note) as figure:
+        axes = figure.subplots()
+        for ((name, batch), best), color in zip(found.items(), colors, strict=False):
+            x, y = ([r[key] for r in best] for key in ("total_over_bound", "busiest_over_bound"))
+            label = f"{name.split('_')[0]} {name.split('_')[1].removeprefix('ctx')}, batch {batch}"
+            axes.plot(x, y, color=color, linewidth=1.4, marker="o", markersize=5, markerfacecolor="white", label=label)
+            axes.plot(x[0], y[0], "o", color=color, markersize=8)
+        axes.set_xlim(left=0.995)
+        axes.set_ylim(bottom=0.98)
+        axes.set_xlabel("total bytes ÷ bound")
+        axes.set_ylabel("busiest server ÷ bound")
+        horizontal_grid(axes)
+        figure.legend(loc="outside lower center", ncols=3, labelcolor=MUTED)
 
 
 def _draw_goals(axes: Axes, names: list[str], rows: list[Row], value: str) -> None:

@@ -11,6 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from planner_alternatives import flattening_lines, forwarding_lines, transfer_lines
 
 from steelyard.domain.units import format_time
 
@@ -45,6 +46,17 @@ OUTLINE = """\
 <!-- planner:growth:begin -->
 <!-- planner:growth:end -->
 
+## Alternatives
+
+<!-- planner:flattening:begin -->
+<!-- planner:flattening:end -->
+
+<!-- planner:forwarding:begin -->
+<!-- planner:forwarding:end -->
+
+<!-- planner:transfers:begin -->
+<!-- planner:transfers:end -->
+
 ## Gap to the best plan
 
 <!-- planner:gap:begin -->
@@ -61,6 +73,9 @@ def renew_page(path: Path, record: dict[str, Any]) -> None:
         "workloads": workload_lines,
         "policies": policy_lines,
         "growth": growth_lines,
+        "flattening": flattening_lines,
+        "forwarding": forwarding_lines,
+        "transfers": transfer_lines,
     }
     for name, lines in parts.items():
         text = between_markers(text, name, "\n".join(lines(record)))

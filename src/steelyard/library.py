@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast, get_args
 
 from steelyard.cost.profiles import BUILT_IN, load_profile
 from steelyard.domain.layout import Layout
@@ -43,7 +44,8 @@ def plan(
 
     Args:
         layout: where the documents are: for each rank a list of the lengths of its whole documents, in tokens; or
-            shards (document, start, length, rank) as tuples, for documents that span ranks; or a `Layout`.
+            shards (document, start, length, rank), for documents that span ranks: each a tuple, since lists are read
+            as lengths; or a `Layout`. It is taken as it is: `planner.layouts.choose_layout` places tokens well.
         model: "llama3-8b", "llama-34b" or another of `domain.model_shape`, the path of a Transformers `config.json` (or
             of its folder), or a shape: it decides how many bytes a query and a key have.
         tolerance: no rank's work exceeds (1 + tolerance) × its share.
@@ -67,7 +69,7 @@ def plan(
 
     Raises:
         UsageError: a layout, model, number or combination that cannot be right; it is named.
-        PlanError: memory caps that no plan can keep.
+        PlanError: no plan was found that keeps the memory caps.
 
     >>> import steelyard
     >>> result = steelyard.plan([[4], [12]], tolerance=0.0)
@@ -75,8 +77,11 @@ def plan(
     >>> verify(result).work_by_server.tolist()
     [44, 44]
     """
+    _require_kinds(model, tolerance, ranks, policy, topology, window, device)
     shape = model if isinstance(model, AttentionShape) else attention_shape(model)
     _require_shape(shape, "plan")
+    if objective == "time" and policy != "balanced":
+        raise UsageError(f"plan: objective='time' with policy={policy!r}; expected 'time' with policy 'balanced' only")
     row_keys = keys_of_a_row(objective, device, shape, names=("objective=", "device="))
     return make_plan(
         _layout_of(layout, ranks), policy=policy, topology=topology, shape=shape, tolerance=tolerance, window=window,
@@ -93,8 +98,10 @@ def keys_of_a_row(
         names: how a message calls the objective and the device: of an argument or a flag.
 
     Raises:
-        UsageError: time without a device, a device without time, or one that is not known.
+        UsageError: another objective, time without a device, a device without time, or one that is not known.
     """
+    if objective not in get_args(Goal):
+        raise UsageError(f"{names[0]}{objective!r}, expected 'pairs' or 'time'")
     if objective != "time":
         if device is not None:
             raise UsageError(f"{names[1]}{device} has a meaning with {names[0]}time only; add that or leave it out")
@@ -163,6 +170,39 @@ def _shape_of_config(values: Mapping[str, object], path: Path) -> AttentionShape
     return shape
 
 
+def _require_kinds(
+    model: object, tolerance: object, ranks: object, policy: object, topology: object, window: object, device: object
+) -> None:
+    """Refuse arguments of another type than they should have, with their names. Ranges are the planner's to check."""
+    for name, value in (("ranks", ranks), ("window", window)):
+        if value is not None and not _is_whole(value):
+            raise UsageError(f"plan: {name}={_shown(value)}, expected a whole number, or None")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, Real):
+        raise UsageError(f"plan: tolerance={_shown(tolerance)}, expected a number such as 0.05, which is 5 %")
+    if not isinstance(model, (str, Path, AttentionShape)):
+        raise UsageError(
+            f"plan: model={_shown(model)}, expected a name such as 'llama3-8b', the path of a config.json, or an "
+            "AttentionShape"
+        )
+    if not isinstance(policy, str):
+        raise UsageError(f"plan: policy={_shown(policy)}, expected a name such as 'balanced'")
+    if topology is not None and not isinstance(topology, Topology):
+        raise UsageError(
+            f"plan: topology={_shown(topology)}, expected a steelyard.domain.topology.Topology, such as "
+            "Topology(4, speeds=(1, 1, 1, 0.5)), or None"
+        )
+    if device is not None and not isinstance(device, (str, Path)):
+        raise UsageError(f"plan: device={_shown(device)}, expected a name such as 'h200' or the path of a profile")
+
+
+def _is_whole(value: object) -> bool:
+    try:
+        index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
 def _require_shape(shape: AttentionShape, where: str) -> None:
     if shape.heads * shape.head_dim > MAX_HIDDEN or shape.element_bytes > 8:
         raise UsageError(
@@ -192,6 +232,11 @@ def _shown(value: object) -> str:
 def _layout_of(given: Layout | LengthsByRank | Shards, ranks: int | None) -> Layout:
     if isinstance(given, Layout):
         layout = given
+    elif isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"plan: the layout is {_shown(given)}; expected a list of document lengths for each rank, such as "
+            "[[4096, 512], [2048]], or shards (document, start, length, rank)"
+        )
     else:
         given = list(given)
         rows = [_whole_numbers(row, place) for place, row in enumerate(given)]
@@ -202,6 +247,7 @@ def _layout_of(given: Layout | LengthsByRank | Shards, ranks: int | None) -> Lay
         if any(isinstance(row, tuple) for row in given):
             layout = _from_shards(rows, ranks)
         else:
+            _refuse_shards_as_lists(rows, ranks)
             layout = Layout.from_doc_lengths(rows)
     if ranks is not None and ranks != layout.ranks:
         raise UsageError(f"plan: ranks={ranks}, but the layout has {layout.ranks}; leave `ranks` out")
@@ -230,6 +276,22 @@ def _whole_numbers(row: object, place: int) -> list[int]:
     return numbers
 
 
+def _refuse_shards_as_lists(rows: list[list[int]], ranks: int | None) -> None:
+    """Lists are lengths. Those that would do as shards, one at position 0 among them, are no lengths that anybody has:
+    nobody lists documents of no tokens in just these places."""
+    if any(len(row) != 4 for row in rows) or not any(0 in row for row in rows):
+        return
+    try:
+        _from_shards(rows, ranks)
+    except UsageError:
+        return
+    raise UsageError(
+        f"plan: entry 0 of the layout is {_shown(rows[0])}, and all are shards (document, start, length, rank) in "
+        "shape; lists are read as the lengths of a rank's documents: give each shard as a tuple, or leave out lengths "
+        "of 0"
+    )
+
+
 def _from_shards(rows: list[list[int]], ranks: int | None) -> Layout:
     for place, row in enumerate(rows):
         if len(row) != 4:
@@ -241,6 +303,8 @@ def _from_shards(rows: list[list[int]], ranks: int | None) -> Layout:
     for row in rows:
         if not 0 <= row[0] < MAX_DOCUMENTS:
             raise UsageError(f"plan: document number {row[0]:,}, expected numbers from 0 on, below {MAX_DOCUMENTS:,}")
+        if row[3] < 0:
+            raise UsageError(f"plan: shard {tuple(row)} is on rank {row[3]:,}, expected ranks from 0 on")
     count = ranks if ranks is not None else 1 + max(row[3] for row in rows)
     if count > MAX_RANKS:
         raise UsageError(f"plan: shards on {count:,} ranks, expected at most {MAX_RANKS:,}")

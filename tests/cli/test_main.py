@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -155,6 +156,17 @@ def test_output_survives_a_stream_that_cannot_show_it(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"########" in done.stdout
+
+
+def test_closed_streams_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `>&-` leaves them. With the second one closed, what is printed to it must not come out of the first."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["--version"]) == 0
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["wrong"]) == 2
+    assert written.getvalue() == ""
 
 
 @pytest.mark.parametrize("argv", [["version"], ["--help"]])  # printed by rich, printed by us

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from steelyard.cli.main import main
+from steelyard.cli.plan import said_if_slow
 from steelyard.planner.measure import COMPARED
 
 KEYS = [
     "batch", "plan_ms", "tables_ms", "work_max_over_mean", "bytes_total", "bytes_out_max_over_mean",
     "bytes_in_max_over_mean", "busiest_bytes", "busiest_lower_bound_bytes", "lower_bound_bytes", "pairs_total",
     "received_tokens_max", "buffer_bytes_max", "tasks", "moved_tasks", "tokens_max_over_mean",
-    "spanning_lower_bound_bytes",
+    "spanning_lower_bound_bytes", "work_by_rank", "memory_limited",
 ]  # fmt: skip
 WORKLOAD = {
     "tokens_per_rank": 4_000,
@@ -32,7 +35,10 @@ def workload(tmp_path: Path) -> Path:
 def figures(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, list[dict[str, Any]]]:
     assert main(["plan", *argv, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert list(result) == ["policies"]
+    assert list(result) == [
+        "policies", "workload", "documents", "batches", "ranks", "tokens_per_rank", "model", "tolerance", "window",
+        "layout", "row_keys",
+    ]  # fmt: skip
     policies: dict[str, list[dict[str, Any]]] = result["policies"]
     return policies
 
@@ -45,6 +51,7 @@ def test_json_has_exactly_the_keys_of_the_contract(workload: Path, capsys: pytes
         assert [row["batch"] for row in rows] == [0, 1]
         for row in rows:
             numbers = {k: v for k, v in row.items() if not k.endswith("lower_bound_bytes")}
+            assert sum(numbers.pop("work_by_rank")) == row["pairs_total"]
             assert all(isinstance(v, (int, float)) for v in numbers.values())
     whole, spanning = policies["balanced"]
     assert whole["lower_bound_bytes"] <= whole["bytes_total"]
@@ -145,7 +152,13 @@ def test_an_objective_reaches_the_planner(workload: Path, capsys: pytest.Capture
     assert time["bytes_total"] != pairs["bytes_total"]
     assert time["lower_bound_bytes"] is time["busiest_lower_bound_bytes"] is time["spanning_lower_bound_bytes"] is None
     assert main(["plan", str(workload), "--policy", "all", "--objective", "time", "--device", "h200"]) == 0
-    assert "balanced: work is time: a query row costs 186 keys besides" in capsys.readouterr().out
+    assert "work is time: a query row costs 186 keys besides" in capsys.readouterr().out
+    # All policies are measured in the same unit, that of `balanced`.
+    arguments = [str(workload), "--policy", "all", "--objective", "time", "--device", "h200"]
+    for rows in figures(capsys, *arguments).values():
+        work = rows[0]["work_by_rank"]
+        assert sum(work) == rows[0]["pairs_total"] + 186 * sum(docs)
+        assert rows[0]["work_max_over_mean"] == pytest.approx(max(work) * 4 / sum(work))
     # One rank sends queries to all others: sent again they stand beside their gradients there.
     docs = [*[1_000] * 4, *[100] * 120]
     workload.write_text(json.dumps({"tokens_per_rank": 4_000, "ranks": 4, "batches": [{"docs": docs}]}))
@@ -173,6 +186,74 @@ def test_plot(workload: Path, argv: list[str], capsys: pytest.CaptureFixture[str
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_work_is_no_picture(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload.write_text(json.dumps({"tokens_per_rank": 10, "ranks": 2, "batches": [{"docs": []}, {"docs": [0]}]}))
+    picture = workload.with_name("n.png")
+    assert main(["plan", str(workload), "--plot", str(picture)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith("holds no document, so there is no work to draw\n") and captured.out == ""
+    assert main(["plan", str(workload)]) == 0
+    assert "2 batches, 0 documents, 2 ranks" in capsys.readouterr().out
+
+
+def test_a_picture_that_fails_comes_after_the_figures(
+    workload: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("steelyard.plots.plans.work_by_policy", full)
+    picture = workload.with_name("n.png")
+    assert main(["plan", str(workload), "--plot", str(picture), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert list(json.loads(captured.out)["policies"]) == ["balanced"]
+    assert f"--plot {picture}: the picture cannot be written ([Errno 28] No space left" in captured.err
+    picture.mkdir()
+    assert main(["plan", str(workload), "--plot", str(picture)]) == 2
+    assert "this is a folder; expected a file" in capsys.readouterr().err
+
+
+def test_a_rank_of_speed_0_that_has_work_is_said(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(workload), "--policy", "all", "--speeds", "1,1,0,1"]) == 0
+    out = capsys.readouterr().out
+    assert "packed: ranks of speed 0 have work; it cannot finish" in out
+    assert "balanced: ranks of speed 0" not in out
+
+
+def test_policies_that_cut_documents_are_named(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(workload), "--policy", "all"]) == 0
+    out = capsys.readouterr().out
+    assert "packed: cuts documents, so that 41.4M of 65.4M pairs are computed: another function" in out
+    assert "balanced: cuts" not in out and "steelyard train" not in out
+
+
+def test_figures_are_never_cropped(
+    workload: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = []
+    for columns in ("30", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["plan", str(workload), "--policy", "wlb"]) == 0
+        rows.append([line.split()[:9] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")])
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+
+
+def test_one_of_each_is_not_many(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload.write_text(json.dumps({"tokens_per_rank": 9, "ranks": 1, "batches": [{"docs": [5]}]}))
+    assert main(["plan", str(workload)]) == 0
+    assert ": 1 batch, 1 document, 1 rank × 9 tokens; model" in capsys.readouterr().out
+
+
+def test_what_takes_long_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = threading.Event()
+    with said_if_slow("planning", 0.0, lambda line: (print(line), said.set())):
+        assert said.wait(30)
+    with said_if_slow("planning", 1e6):
+        pass
+    captured = capsys.readouterr()
+    assert captured.out == "planning …\n" and captured.err == ""
+
+
 # --- documents --------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +274,38 @@ def test_documents_become_batches(documents: Path, capsys: pytest.CaptureFixture
     assert rows[0]["tokens_max_over_mean"] == 1
 
 
+def test_documents_can_be_cut_as_training_cuts_them(documents: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = [str(documents), "--ranks", "4", "--chunk-tokens", "1000", "--batches", "2"]
+    policies = figures(capsys, *folder, "--documents", "cut", "--policy", "all")
+    for rows in policies.values():
+        assert [row["pairs_total"] for row in rows] == [row["pairs_total"] for row in policies["packed"]]
+        assert len(rows) == 2
+    assert main(["plan", *folder, "--documents", "cut", "--policy", "packed"]) == 0
+    assert "cuts documents" not in capsys.readouterr().out
+    assert main(["plan", *folder]) == 0
+    assert "`steelyard train` cuts documents where chunks end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--documents", "cut"]])
+def test_what_is_left_out_is_said(documents: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (documents / "empty.txt").touch()
+    (documents / "small.jsonl").write_text('{"text": "a"}')
+    (documents / "bad.txt").write_bytes(b"\xff" * 50)
+    folder = [str(documents), "--ranks", "4", "--chunk-tokens", "1000", "--batches", "2"]
+    assert main(["plan", *folder, "--batches", "3" if more else "2", *more]) == 0
+    out = capsys.readouterr().out
+    assert "files of other kinds, not read: .jsonl (1); --suffixes chooses" in out
+    assert re.search(r"left out \d encoding, for example .*bad\.txt", out)
+
+
+def test_documents_that_cannot_be_used_are_a_fault_of_the_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    assert main(["plan", str(tmp_path), "--ranks", "1", "--field", "body"]) == 1
+    assert f"error: data source {tmp_path}: no document could be used" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -209,7 +322,7 @@ def test_documents_become_batches(documents: Path, capsys: pytest.CaptureFixture
         (["{file}x"], "no file or folder {file}x (did you mean {file}?)"),
         (
             ["{file}", "--ranks", "4"],
-            "--ranks 4: a workload file says this itself; the flag is for folders of documents",
+            "--ranks 4: a workload file says all itself; the flag is for folders of documents",
         ),
         (["{file}", "--policy", "greddy"], "--policy greddy: expected one of balanced, packed, wlb, per_document_cp, "
          "head_tail, greedy, reference, all; did you mean greedy?"),
@@ -217,15 +330,31 @@ def test_documents_become_batches(documents: Path, capsys: pytest.CaptureFixture
          "(or give the path of a Transformers config.json)"),
         (["{file}", "--speeds", "1,fast"], "--speeds: number 2 is 'fast', expected for example 1,1,0.5"),
         (["{file}", "--speeds", "1,1"], "--speeds gives 2 speeds, the workload has 4 ranks; give one each"),
-        (["{file}", "--tolerance", "-1"], "tolerance=-1.0, expected a number >= 0 such as 0.05"),
+        (["{file}", "--speeds", "1,1,nan,1"], "--speeds: number 3 (rank 2) is nan, expected at least 0"),
+        (["{file}", "--speeds", "0,0,0,0"], "--speeds: all are 0, expected one above 0 at least"),
+        (["{texts}", "--tolerance", "-1"],
+         "--tolerance -1.0: expected a number from 0 to 131,072 such as 0.05, which is 5 %"),
+        (["{texts}", "--node-size", "2", "--node-weight", "1.5"],
+         "--node-weight 1.5: expected a number from 0 to 1 such as 0.125"),
+        (["{file}", "--node-weight", "0.5"], "--node-weight 0.5 has a meaning with nodes only; add --node-size"),
+        (["{file}", "--memory-tokens", "-1"], "--memory-tokens -1: expected at least 0"),
+        (["{file}", "--window", "2.5"], "--window '2.5': expected a whole number; see steelyard plan --help"),
+        (["{file}", "--device"], "--device has no value; see steelyard plan --help"),
+        (["{file}", "--suffixes", ".py", ".md"],
+         "--suffixes .py .md: a workload file says all itself; the flag is for folders of documents"),
+        (["{file}", "--documents", "cut"],
+         "--documents cut: a workload file says all itself; the flag is for folders of documents"),
+        (["{file}", "--objective", "time", "--device", "nope"], "unknown device 'nope'; known are a100, h100, h200, "
+         "b200, cpu-local, or a profile file *.toml"),
         (["{texts}", "--ranks", "1" + "0" * 12], "--ranks 1000000000000: expected at most 131,072"),
-        (["{texts}", "--ranks", "4", "--chunk-tokens", "1" + "0" * 21],
-         "--chunk-tokens 1000000000000000000000: expected at most 1,073,741,824"),
-        (["{file}", "--node-size", "1" + "0" * 21],
-         "--node-size 1000000000000000000000: expected at most 131,072"),
+        (["{texts}", "--ranks", "4", "--chunk-tokens", "1" + "0" * 18],
+         "--chunk-tokens 1000000000000000000: expected at most 1,073,741,824"),
+        (["{file}", "--node-size", "1" + "0" * 18],
+         "--node-size 1000000000000000000: expected 1 to 131,072 ranks"),
+        (["{texts}", "--window", "1" + "0" * 18],
+         "--window 1000000000000000000: expected 1 to 1,073,741,824 keys, or none"),
         (["{file}", "--window", "1" + "0" * 21],
-         "window=1000000000000000000000, expected at least 1 key per query (None for no window), at most "
-         "1,073,741,824"),
+         "--window 1000000000000000000000: expected a whole number of at most 64 bits; see steelyard plan --help"),
         (["{file}", "--objective", "time"], "--objective time needs to know whose time; add --device h100 (or a100, "
          "h100, h200, b200, cpu-local, or a profile from `steelyard calibrate`)"),
         (["{file}", "--device", "h200"],

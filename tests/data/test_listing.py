@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,22 @@ def test_auto_takes_the_kind_with_most_bytes_and_says_what_it_leaves(
     assert [f.name for f in listing.files] == ["big.jsonl"]
     assert listing.ignored == {".py": 2, ".txt": 1, ".md": 1, ".png": 1}
     assert "5 others left aside" in caplog.text
+    assert listing.readable == {"text": 4}
+
+
+def test_what_nobody_chose_to_leave_aside_is_said(tree: Path) -> None:
+    def unread(**more: Any) -> str | None:
+        config = SourceConfig(path=str(tree), **more)
+        return list_source(config).unread(config)
+
+    assert unread() is None  # a picture could not be read anyway
+    (tree / "big.jsonl.gz").write_bytes(b"x" * 1000)
+    (tree / "table.parquet").write_bytes(b"x")
+    assert unread() == (
+        f"data source {tree}: reads its jsonl files (1) and leaves others aside (1 parquet, 4 text); to read those, "
+        "give them a source of their own with its format"
+    )
+    assert unread(format="jsonl") is unread(suffixes=(".py",)) is None
 
 
 def test_linked_folders_are_followed_once(tree: Path) -> None:

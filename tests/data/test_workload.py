@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.data.workload import Workload, pack_workload, parse_workload, read_workload
+from steelyard.data.config import DataConfig, SourceConfig
+from steelyard.data.stream import ChunkStream
+from steelyard.data.workload import Workload, chunk_workload, pack_workload, parse_workload, read_workload
 from steelyard.errors import UsageError
 
 GOOD: dict[str, Any] = {"tokens_per_rank": 10, "ranks": 3, "batches": [{"docs": [12, 3, 0, 15]}, {"docs": [30]}]}
@@ -24,6 +27,32 @@ def test_a_workload_is_read_and_laid_out(tmp_path: Path) -> None:
     first, second = workload.layouts()
     assert first.doc_lengths.tolist() == [12, 3, 15]
     assert second.tokens_by_rank.tolist() == [10, 10, 10]
+
+
+def test_a_mark_of_the_encoding_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    assert read_workload(path).ranks == 3
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "w.json")
+    with pytest.raises(UsageError, match=r"w\.json: a pipe, socket or device; give a regular file"):
+        read_workload(tmp_path / "w.json")
+
+
+def test_chunks_of_training_become_batches(tmp_path: Path) -> None:
+    for number, length in enumerate([50, 7, 20, 31, 18, 9]):
+        (tmp_path / f"{number}.txt").write_text("a" * length)
+    config = DataConfig(sources=(SourceConfig(str(tmp_path)),), chunk_tokens=16, batch_chunks=3)
+    workload = chunk_workload(ChunkStream(config), name="texts", batches=4)
+    stream = ChunkStream(config)
+    assert (workload.ranks, workload.tokens_per_rank, len(workload.batches)) == (3, 16, 4)
+    for layout in workload.layouts():
+        chunks = stream.next_chunks()
+        assert not layout.spans_ranks
+        for rank, chunk in enumerate(chunks):
+            assert layout.doc_lengths[layout.shard_rank == rank].tolist() == chunk.doc_lengths.tolist()
 
 
 @pytest.mark.parametrize(

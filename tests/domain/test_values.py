@@ -31,18 +31,38 @@ def test_impossible_shapes(changes: dict[str, int]) -> None:
     [
         ({"servers": 0}, "servers=0"),
         ({"speeds": (1.0,)}, "1 speeds for 2 servers"),
-        ({"speeds": (0.0, 0.0)}, "speeds="),
-        ({"speeds": (1.0, float("nan"))}, "speeds="),
-        ({"speeds": (1.0, -1.0)}, "speeds="),
+        ({"speeds": (0.0, 0.0)}, "all speeds are 0"),
+        ({"speeds": (1.0, float("nan"))}, r"speeds\[1\]=nan, expected a number of at least 0$"),
+        ({"speeds": (1.0, -1.0)}, r"speeds\[1\]=-1.0"),
+        ({"speeds": ("a", "b")}, r"speeds\[0\]='a'"),
+        ({"speeds": (True, 1.0)}, r"speeds\[0\]=True"),
+        ({"speeds": "11"}, "speeds='11', expected numbers"),
+        ({"speeds": 1.0}, "speeds=1.0, expected numbers, one for each server"),
         ({"memory_tokens": (1, 2, 3)}, "3 memory_tokens for 2 servers"),
-        ({"memory_tokens": (1, -2)}, "memory_tokens="),
+        ({"memory_tokens": (1, -2)}, r"memory_tokens\[1\]=-2"),
+        ({"memory_tokens": (1.5, 2.5)}, r"memory_tokens\[0\]=1.5, expected a whole number"),
         ({"node_size": 0}, "node_size=0"),
+        ({"node_size": 1.5}, "node_size=1.5, expected a whole number"),
+        ({"servers": 2.0}, "servers=2.0, expected a whole number"),
         ({"intra_node_weight": 1.5}, "intra_node_weight=1.5"),
+        ({"intra_node_weight": "1"}, "intra_node_weight='1'"),
     ],
 )
 def test_impossible_topologies(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Topology(**{"servers": 2, **changes})  # type: ignore[arg-type]
+
+
+def test_an_error_among_many_speeds_is_one_short_line() -> None:
+    with pytest.raises(UsageError) as caught:
+        Topology(5_000, speeds=(1.0,) * 4_000 + (float("nan"),) * 1_000)
+    assert "speeds[4000]=nan" in str(caught.value) and len(str(caught.value)) < 100
+
+
+def test_topologies_take_any_sequence_of_numbers() -> None:
+    given = Topology(np.int64(2), speeds=[1, np.float64(0.5)], memory_tokens=np.array([5, 6]))  # type: ignore[arg-type]
+    assert given == Topology(2, speeds=(1, 0.5), memory_tokens=(5, 6))
+    assert hash(given) == hash(Topology(2, speeds=(1, 0.5), memory_tokens=(5, 6)))
 
 
 def test_tasks_are_sorted_by_shard_and_start() -> None:

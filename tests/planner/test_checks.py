@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,9 @@ from steelyard.domain.tasks import CATasks
 from steelyard.domain.topology import Topology
 from steelyard.errors import UsageError
 from steelyard.planner import make_plan
-from steelyard.planner.checks import PlanViolation, verify
+from steelyard.planner.checks import PlanViolation, max_over_mean, verify
 from steelyard.planner.packed import plan_packed
+from steelyard.planner.replay import own_rows
 from steelyard.planner.tables import build_all_tables
 
 Tables = list[DispatchTables]
@@ -63,6 +64,25 @@ def test_report_counts_bytes_from_the_tables() -> None:
     # Resent rows come with those that rank 0 sends to nobody: the same moment is the fullest.
     assert report.buffer_bytes_max("resend") == report.buffer_bytes_max("keep")
     assert (report.tasks, report.moved_tasks, report.cuts, report.unaligned_cuts) == (4, 1, 2, 2)
+
+
+def test_max_over_mean() -> None:
+    assert max_over_mean(np.array([1, 2, 3])) == 1.5
+    assert max_over_mean(np.zeros(4, dtype=np.int64)) == 1.0
+
+
+class _NotLooped(np.ndarray):  # type: ignore[type-arg]
+    """Refuses a Python loop over all its elements."""
+
+    def __iter__(self) -> Iterator[object]:
+        raise AssertionError("a loop over the stretches of all ranks")
+
+
+def test_one_rank_of_many_is_named_without_a_look_at_the_others() -> None:
+    """Pair by pair checks name every rank's rows: with a loop over all of them each time, 4,096 ranks took 18 s."""
+    store = own_rows(Layout.from_doc_lengths([[2], [3, 1], [], [4]]))
+    store.rank, store.token, store.length = (c.view(_NotLooped) for c in (store.rank, store.token, store.length))
+    assert [store.names(rank) for rank in range(4)] == [[0, 1], [2, 3, 4, 5], [], [6, 7, 8, 9]]
 
 
 def test_work_is_measured_against_the_share_of_a_slow_server() -> None:

@@ -17,10 +17,13 @@ from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import LLAMA3_8B
 from steelyard.domain.topology import Topology
 from steelyard.errors import PlanError, UsageError
+from steelyard.planner import layouts as planner_layouts
 from steelyard.planner import make_plan
 from steelyard.planner.checks import verify
 from steelyard.planner.layouts import (
     FORWARD,
+    _Filling,
+    _Mix,
     bytes_sent,
     choose_layout,
     layout_candidates,
@@ -28,8 +31,10 @@ from steelyard.planner.layouts import (
     woven_layout,
 )
 from steelyard.planner.tables import build_all_tables
+from steelyard.planner.work import RowWork
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3_000)), min_size=1, max_size=12)
+LONG = st.lists(st.one_of(st.integers(1, 3_000), st.integers(10_000, 60_000)), min_size=4, max_size=30)
 SPEED = st.sampled_from([0.0, 0.25, 1.0, 1.0])
 
 
@@ -100,6 +105,51 @@ def test_ranks_that_share_a_document_are_neighbours() -> None:
     layout = woven_layout([40_000, 39_000, *[100] * 10], 10_000, 8, tolerance=0.05)
     first = set(layout.shard_rank[layout.shard_doc == 0].tolist())
     assert first <= set(range(min(first), min(first) + len(first) + 1))
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.integers(1, 6), TOLERANCES, WINDOWS)
+def test_fillings_are_what_they_say(lengths: list[int], ranks: int, tolerance: float, window: int | None) -> None:
+    """The running totals, kept up while parts come and go at both ends, against adding up parts."""
+    weigh, rows = _Mix.weigh, RowWork(window)
+
+    def checked(mix: _Mix, count: int) -> _Filling:
+        found, shelf, dense = weigh(mix, count), mix.shelf, mix.dense
+        assert list(shelf.parts[shelf.first :]) == sorted(shelf.parts[shelf.first :])
+        light = [(part.start, part.end) for part in shelf.parts[shelf.first : found.whole]]
+        ranges = [*light, (dense.end - count, dense.end), (dense.start, dense.start + found.head)]
+        if found.cut:
+            start = shelf.parts[found.further].start
+            ranges.append((start, start + found.cut))
+        assert found.tokens == sum(end - start for start, end in ranges) <= mix.tokens
+        assert found.work == sum(rows.of(start, end) for start, end in ranges)
+        if found.whole < len(shelf.parts):
+            further = shelf.parts[found.whole]
+            assert sum(end - start for start, end in light) + count + further.end - further.start > mix.tokens
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Mix, "weigh", checked)
+        woven_layout(lengths, -(-sum(lengths) // ranks), ranks, tolerance=tolerance, window=window)
+
+
+@settings(max_examples=100)
+@given(LENGTHS | LONG, st.integers(2, 6), TOLERANCES)
+def test_a_tail_is_as_long_as_its_work_allows(lengths: list[int], ranks: int, tolerance: float) -> None:
+    """Found in a few steps, not one by one: a block more is too much work."""
+    search = planner_layouts._longest_within
+
+    def checked(mix: _Mix, none: _Filling, guess: int, most: int) -> _Filling:
+        found = search(mix, none, guess, most)
+        assert found.work <= most
+        block = 128 if mix.dense.end >= 512 else 1
+        longer = found.tail + block if found.tail else mix.dense.end - (mix.dense.end - 1) // block * block
+        assert longer > mix.longest or mix.weigh(longer).work > most
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_layouts, "_longest_within", checked)
+        woven_layout(lengths, -(-sum(lengths) // ranks), ranks, tolerance=tolerance)
 
 
 @settings(max_examples=30)

@@ -73,3 +73,14 @@ def test_exact_ends_hold_the_work_or_barely_more(work: int) -> None:
     for end in exact_ends(0, 10_000, Prices(4, 1), work):
         found = fit_range(0, 10_000, end, work, 1 << 60, 1, RowWork())
         assert found is not None and work <= found[2] < work + end
+
+
+@pytest.mark.parametrize("prices", PRICES)
+@pytest.mark.parametrize("tokens", [300, 4_001, 90_000])
+def test_work_within_is_that_of_the_cheapest_range_of_so_many_rows(prices: Prices, tokens: int) -> None:
+    work = prices.work_within(tokens)
+    end = prices.best_end(work)
+    found = fit_range(0, end, end, work, 1 << 60, 1, RowWork())
+    assert found is not None
+    start, end, _ = found
+    assert abs(end - start + end - tokens) <= 3 + tokens // 1_000  # starts and ends are rounded

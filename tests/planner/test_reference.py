@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from random_layouts import SMALL_SHAPE, layouts
 
 from steelyard.cost.attention import longest_row_pairs
 from steelyard.domain.layout import Layout
+from steelyard.domain.limits import MAX_RANKS
 from steelyard.domain.shapes import LLAMA3_8B, AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import PlanError, UsageError
@@ -196,3 +198,59 @@ def test_balanced_is_near_the_optimum() -> None:
 @pytest.mark.timeout(3_000)
 def test_balanced_is_near_the_optimum_in_many_cases() -> None:
     check_gap(200, 30)
+
+
+# --- memory caps that are hard to keep --------------------------------------------------------------------------------
+
+
+def tightly_capped(rng: np.random.Generator) -> tuple[Layout, Topology, float]:
+    """Up to three documents in parts anywhere, and caps of which many cannot be kept."""
+    ranks, shards = int(rng.integers(2, 4)), []
+    lengths = rng.integers(1, 9, int(rng.integers(1, 4))).tolist()
+    topology = Topology(ranks, memory_tokens=tuple(rng.integers(0, 11, ranks).tolist()))
+    tolerance = float(rng.choice([0.0, 0.1, 0.3]))
+    if rng.random() < 0.5:
+        return Layout.contiguous(lengths, -(-sum(lengths) // ranks), ranks), topology, tolerance
+    for doc, length in enumerate(lengths):
+        cuts = sorted({0, length, *rng.integers(0, length + 1, 2).tolist()})
+        shards += [(doc, a, b - a, int(rng.integers(0, ranks))) for a, b in pairwise(cuts)]
+    return Layout.from_shards(shards, ranks), topology, tolerance
+
+
+def exists(layout: Layout, topology: Topology, tolerance: float) -> bool:
+    try:
+        plan_reference(layout, topology, SMALL_SHAPE, tolerance)
+    except PlanError:
+        return False
+    return True
+
+
+def check_needless(cases: int) -> None:
+    """How often `balanced` finds no plan, or gives up balance, under caps for which the exact planner knows better.
+
+    Measured on 3,000 cases: 2.1 % refused needlessly (15 % of the refusals), 1.2 % out of balance needlessly (7 %).
+    """
+    rng, refused, limited = np.random.default_rng(7), [], []
+    any_balance = float(MAX_RANKS)
+    for _ in range(cases):
+        layout, topology, tolerance = tightly_capped(rng)
+        try:
+            plan = make_plan(layout, shape=SMALL_SHAPE, tolerance=tolerance, topology=topology)
+        except PlanError as error:
+            assert "memory_tokens" in str(error)
+            refused.append(exists(layout, topology, any_balance))
+        else:
+            if plan.memory_limited:
+                limited.append(exists(layout, topology, tolerance))
+    assert min(len(refused), len(limited)) >= cases // 20, "the caps are not tight"
+    assert sum(refused) <= 0.025 * cases and sum(limited) <= 0.025 * cases, (sum(refused), sum(limited))
+
+
+def test_refusals_under_memory_caps_are_seldom_needless() -> None:
+    check_needless(250)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3_000)
+def test_refusals_under_memory_caps_are_seldom_needless_in_many_cases() -> None:
+    check_needless(3_000)

@@ -122,3 +122,31 @@ def test_speeds_and_edges() -> None:
     assert spanning_bytes_bound(Layout.from_doc_lengths([[7]]), Topology(1), SMALL_SHAPE, 0.1) == 0
     assert spanning_bytes_bound(layout, Topology(2), SMALL_SHAPE, 0.1, window=5) is None
     assert np.isfinite(slow_last)
+
+
+def test_many_documents_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the documents, twice the elements that numpy's searches go through; each document once looked at all."""
+    from steelyard.planner import spanning_bounds as module
+
+    seen = [0]
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            function = getattr(np, name)
+            if name != "flatnonzero":
+                return function
+
+            def counted(mask: np.ndarray) -> np.ndarray:
+                seen[0] += mask.size
+                return function(mask)  # type: ignore[no-any-return]
+
+            return counted
+
+    monkeypatch.setattr(module, "np", Counting())
+    counts = []
+    for documents in (50, 200):
+        seen[0] = 0
+        layout = Layout.head_tail([300 + 7 * (i % 40) for i in range(documents)], 4)
+        assert spanning_bytes_bound(layout, Topology(4), LLAMA3_8B, 0.05)
+        counts.append(seen[0])
+    assert 0 < counts[1] <= 5 * counts[0]

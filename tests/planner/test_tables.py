@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_layouts import SMALL_SHAPE, WINDOWS, layouts
 
 from steelyard.domain.layout import Layout
-from steelyard.domain.plan import DispatchPlan, DispatchTables
+from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.tasks import CATasks
 from steelyard.domain.topology import Topology
 from steelyard.planner import make_plan
-from steelyard.planner.tables import build_all_tables, build_tables
+from steelyard.planner.tables import build_all_tables, build_tables, needs_exchange
 from steelyard.planner.tables_reference import build_tables_reference
 
 
@@ -148,18 +149,60 @@ def test_no_document_at_all(ranks: int) -> None:
         assert not tables.exchanges
 
 
-def test_one_rank_builds_only_what_touches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@settings(max_examples=200)
+@given(layouts(longest=16, most_ranks=4), WINDOWS)
+@example(Layout.contiguous([10], 5, 2), 1)
+@example(Layout.contiguous([10], 5, 2), 2)
+def test_whether_rows_travel_at_all(layout: Layout, window: int | None) -> None:
+    """Where no query moves the layout alone says it, and it must agree with the tables."""
+    plan = make_plan(layout, policy="packed", shape=SMALL_SHAPE, window=window)
+    sent = sum(table.q_sent + table.kv_sent for table in build_all_tables(plan))
+    assert needs_exchange(plan) == (sent > 0)
+
+
+class _Counting:
+    """Numpy, noting the most elements that any function that sorts, or any search, was given to work on."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def __getattr__(self, name: str) -> object:
+        function = getattr(np, name)
+        if name in ("argsort", "sort", "lexsort", "unique", "union1d"):
+            return lambda *args, **more: self.note(args[0][0] if name == "lexsort" else args[0], function, args, more)
+        if name == "searchsorted":
+            return lambda *args, **more: self.note(args[1], function, args, more)
+        return function
+
+    def note(self, worked_on: object, function: Callable[..., object], args: object, more: object) -> object:
+        self.most = max(self.most, int(np.size(worked_on)))  # type: ignore[call-overload]
+        return function(*args, **more)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("policy", ["packed", "balanced"])
+@pytest.mark.parametrize("spans", [False, True])
+def test_one_rank_sorts_only_its_share(monkeypatch: pytest.MonkeyPatch, policy: str, spans: bool) -> None:
+    """Of a plan for 16 times as many ranks no more is sorted or searched for; all ranks' tables show that it counts."""
     from steelyard.planner import tables as module
 
-    seen: list[int] = []
-    whole = module.exchange_of
+    def most_sorted(ranks: int, build: Callable[[DispatchPlan], object]) -> int:
+        documents = [[64], [8] * 8, [32, 32], [16] * 4] * (ranks // 4)
+        layout = (
+            Layout.contiguous([n for lengths in documents for n in lengths], 40, 2 * ranks)
+            if spans
+            else Layout.from_doc_lengths(documents)
+        )
+        plan = make_plan(layout, policy=policy, shape=SMALL_SHAPE, tolerance=0.1)
+        counting = _Counting()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "np", counting)
+            build(plan)
+        return counting.most
 
-    def counting(plan: DispatchPlan, chosen: np.ndarray, shards: np.ndarray) -> module.Exchange:
-        seen.extend([len(chosen), len(shards)])
-        return whole(plan, chosen, shards)
+    def of_one_in_eight(plan: DispatchPlan) -> None:
+        for rank in range(0, plan.layout.ranks, plan.layout.ranks // 8):
+            build_tables(plan, rank)
 
-    monkeypatch.setattr(module, "exchange_of", counting)
-    layout = Layout.from_doc_lengths([[8] * 10 for _ in range(20)])
-    tables = build_tables(make_plan(layout, policy="packed", shape=SMALL_SHAPE), 7)
-    assert isinstance(tables, DispatchTables)
-    assert seen == [10, 10]
+    assert most_sorted(256, build_all_tables) >= 12 * most_sorted(16, build_all_tables)
+    few, many = (most_sorted(ranks, of_one_in_eight) for ranks in (16, 256))
+    assert 0 < many <= 2 * few

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from steelyard.errors import UsageError
@@ -15,9 +17,36 @@ def test_any_number_of_panels(count: int, tmp_path: Path) -> None:
     assert (tmp_path / "work.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_ranks_of_speed_zero_have_no_bar(tmp_path: Path) -> None:
-    work_by_policy(tmp_path / "work.svg", [PolicyWork("packed", [5, 3, 4], 0)], speeds=(1.0, 0.0, 0.5))
-    assert "<svg" in (tmp_path / "work.svg").read_text()
+def drawn(tmp_path: Path, panels: list[PolicyWork], speeds: tuple[float, ...] = ()) -> str:
+    """The texts of the picture, one a line."""
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        work_by_policy(tmp_path / "work.svg", panels, speeds=speeds)
+    return "\n".join(re.findall(r">([^<>]+)</text>", (tmp_path / "work.svg").read_text()))
+
+
+def test_ranks_of_speed_zero_keep_their_place(tmp_path: Path) -> None:
+    panels = [PolicyWork("packed", [5, 3, 4], 0), PolicyWork("balanced", [8, 0, 4], 0)]
+    texts = drawn(tmp_path, panels, speeds=(1.0, 0.0, 0.5)).splitlines()
+    assert "Work of the busiest rank over its share: packed cannot finish, balanced 1.00×" in texts
+    assert "packed: cannot finish" in texts and "balanced: 0% waiting" in texts
+    assert texts.count("speed 0, has work") == texts.count("speed 0") == 1
+    assert [label for label in texts if label in ("0", "1", "2")] == ["0", "1", "2"] * 2
+    assert not [text for text in texts if "inf" in text or "nan" in text]
+
+
+def test_nothing_but_ranks_of_speed_zero_at_work(tmp_path: Path) -> None:
+    assert "packed: cannot finish" in drawn(tmp_path, [PolicyWork("packed", [0, 3], 0)], speeds=(1.0, 0.0))
+
+
+@pytest.mark.parametrize("speeds", [(), (0.0, *[1.0] * 999)])
+def test_many_ranks_are_few_shapes(tmp_path: Path, speeds: tuple[float, ...]) -> None:
+    texts = drawn(tmp_path, [PolicyWork("packed", [0, *[1] * 998, 999], 0)], speeds=speeds)
+    assert ("no bar: 1 of speed 0" in texts) == bool(speeds)
+    assert (tmp_path / "work.svg").read_text().count("<path") < 100
+
+
+def test_one_rank_is_number_0(tmp_path: Path) -> None:
+    assert not re.search("^1$", drawn(tmp_path, [PolicyWork("packed", [7], 0)]), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,13 @@ def change(config: TrainConfig, dotted: str, value: Any) -> TrainConfig:
 
 def test_a_right_configuration_passes_on_every_fitting_number_of_ranks(config: TrainConfig) -> None:
     for ranks in (1, 2, 4):
-        config.validate(ranks)
+        assert config.validate(ranks) == ()
+
+
+def test_files_that_are_left_aside_are_warned_of(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "texts" / "more.jsonl").write_text("x", encoding="utf-8")
+    [warning] = config.validate(1)
+    assert "reads its text files (1) and leaves others aside (1 jsonl)" in warning
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +20,7 @@ from rich.table import Table
 from steelyard.cli.flags import Switch, parse_flags
 from steelyard.cli.output import command_output
 from steelyard.data.config import Format, SourceConfig
+from steelyard.data.failures import SkipReport
 from steelyard.data.lengths import DEFAULT_RANKS, DataStatistics, ScanProgress, data_statistics
 from steelyard.domain.units import format_bytes, format_count
 from steelyard.errors import UsageError
@@ -108,12 +109,17 @@ def print_statistics(console: Console, statistics: DataStatistics) -> None:
     console.print("\nCore-attention work if each rank computes its own chunk", style="bold")
     console.print(_imbalance_table(statistics, plain=plain))
     console.print()
-    for reason, count in statistics.skipped.counts.items():
-        example = next(iter(statistics.skipped.examples.get(reason, ())), "")
+    print_left_out(console, statistics.skipped, statistics.ignored_files)
+
+
+def print_left_out(console: Console, skipped: SkipReport, ignored_files: Mapping[str, int]) -> None:
+    """Documents that could not be used, by reason, and files that were not read, by their ending."""
+    for reason, count in skipped.counts.items():
+        example = next(iter(skipped.examples.get(reason, ())), "")
         line = f"[yellow]left out[/] {count:,} {reason}" + (f", for example {escape(example)}" if example else "")
         console.print(line, soft_wrap=True)
-    if statistics.ignored_files:
-        most = sorted(statistics.ignored_files.items(), key=lambda item: -item[1])[:8]
+    if ignored_files:
+        most = sorted(ignored_files.items(), key=lambda item: -item[1])[:8]
         names = ", ".join(f"{suffix or 'no ending'} ({count:,})" for suffix, count in most)
         console.print(f"files of other kinds, not read: {escape(names)}; --suffixes chooses", soft_wrap=True)
 

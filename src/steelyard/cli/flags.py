@@ -8,6 +8,7 @@ import io
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
@@ -98,6 +99,23 @@ def flag_names(cls: Any, default: Any = None, prefix: str = "") -> Iterator[str]
                 yield f"--{head}.no-{last}" if head else f"--no-{last}"
 
 
+def check_picture(path: Path | None, flag: str = "--plot") -> None:
+    """Refuse a picture that cannot be written, before anything is computed for it.
+
+    Raises:
+        UsageError: another ending than a picture's, a folder, or one in a folder that does not exist.
+    """
+    if path is not None and path.suffix not in PICTURES:
+        raise UsageError(f"{flag} {path}: expected a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    if path is not None and path.is_dir():
+        raise UsageError(f"{flag} {path}: this is a folder; expected a file")
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
 def _refuse_unknown(argv: Sequence[str], known: Sequence[str], prog: str) -> None:
     """Unknown flags are found before tyro sees them: it would first complain of what they leave missing."""
     for argument in argv:
@@ -126,12 +144,16 @@ def _message_of(box: str) -> str:
     return message
 
 
+_NEITHER = r"no type matching \S+ could be instantiated from \[('.*?')\]\..*"
 _PLAINER = (
     (r"^Missing from [^:]*: ", "missing "),
     (r"^Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 \2: expected a whole number"),
     (r"^Error parsing (\S+): could not convert string to float: (.*)", r"\1 \2: expected a number"),
     (r"^Error parsing [a-z_][\w.]*: ", ""),  # a dataclass refused its values, and says itself which
+    (rf"^Error parsing (\S+): {_NEITHER}invalid literal for int\(\).*", r"\1 \2: expected a whole number"),
+    (rf"^Error parsing (\S+): {_NEITHER}could not convert string to float.*", r"\1 \2: expected a number"),
     (r"^Error parsing (\S+): ", r"\1: "),
+    (r"^Missing value for argument '(\S+)'\. Expected 1 values?", r"\1 has no value"),
     (r"^Unrecognized options: ", "unknown argument "),
 )
 """tyro's and Python's words for what went wrong, and ours."""

@@ -46,6 +46,7 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `steelyard` with the arguments (None: of this process) and return its exit code. Raises nothing."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a file name or a sign that it cannot show must not end a run
             stream.reconfigure(errors="backslashreplace")
@@ -136,6 +137,16 @@ def _find_command(arguments: Sequence[str]) -> Command:
     raise UsageError(
         f"unknown command {first!r}; " + (f"did you mean {close!r}?" if close else f"expected one of {names}")
     )
+
+
+def _replace_closed_streams() -> None:
+    """Of a process started with stdout or stderr closed (`>&-`): nobody reads them, which is no reason to fail.
+
+    Left as they are (None), what is printed to one would go to the other, or to a file that got its number.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def _leave_closed_stdout() -> None:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import tyro
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from steelyard.cli.data_stats import scan_progress
-from steelyard.cli.flags import Switch, parse_flags
-from steelyard.cli.output import Output, command_output
-from steelyard.data.config import Format, SourceConfig
+from steelyard.cli.data_stats import print_left_out, scan_progress
+from steelyard.cli.flags import Switch, check_picture, parse_flags
+from steelyard.cli.output import command_output
+from steelyard.cli.plan_report import Planned, Request, as_json, draw_plans, print_plans
+from steelyard.data.config import DataConfig, Format, SourceConfig
 from steelyard.data.lengths import data_statistics
-from steelyard.data.workload import Workload, pack_workload, read_workload
-from steelyard.domain.limits import MAX_RANKS, MAX_TOKENS_PER_RANK
+from steelyard.data.stream import ChunkStream
+from steelyard.data.tokenizers import load_tokenizer
+from steelyard.data.workload import Workload, chunk_workload, pack_workload, read_workload
+from steelyard.domain.limits import MAX_DOCUMENT_TOKENS, MAX_RANKS, MAX_TOKENS_PER_RANK
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
-from steelyard.domain.units import format_count
 from steelyard.errors import UsageError
 from steelyard.library import Goal, attention_shape, keys_of_a_row
 from steelyard.planner import POLICIES
-from steelyard.planner.checks import BALANCED_POLICIES
-from steelyard.planner.measure import COMPARED, SPANNING_BOUND_RANKS, MeasuredPlan, PlanFigures, measure_plan
+from steelyard.planner.measure import COMPARED, measure_plan
 from steelyard.planner.objective import Memory, Objective, Passes
 from steelyard.settings import nearest, nearest_sibling
 
@@ -39,15 +41,10 @@ documents, for which --ranks is needed."""
 
 DEFAULT_CHUNK_TOKENS = 8192
 DEFAULT_BATCHES = 3
+DEFAULT_NODE_WEIGHT = 0.125
 MOST = {"--ranks": MAX_RANKS, "--chunk-tokens": MAX_TOKENS_PER_RANK, "--batches": 1 << 20}
-GIB = 2**30
-
-LEGEND = f"""\
-work: busiest rank over its share. GiB: sent by all ranks in one layer's forward
-pass. busiest: GiB in or out of one rank on the way to the servers. /bound: over
-the least possible; with a * over a weaker bound, where a document spans ranks
-(up to {SPANNING_BOUND_RANKS} of them); – where no bound is known, or the policy sends less since it
-does not balance. tokens: fullest rank over the mean."""
+OF_DOCUMENTS = ("ranks", "chunk_tokens", "batches", "documents", "tokenizer", "format", "field", "suffixes")
+QUIET_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class PlanFlags:
     node_size: int = 1
     """Ranks per node: `balanced` prefers transfers inside one; groups of `per_document_cp` and `head_tail` are nodes (8
     ranks where it is 1)."""
-    node_weight: float = 0.125
+    node_weight: float | None = None
     """Cost of a byte inside a node relative to one between nodes (0.125: an eighth); with --node-size."""
     memory_tokens: int | None = None
     """Most tokens (query rows plus key rows) that a rank may receive; None: no cap. `balanced` keeps it, the others do
@@ -91,6 +88,9 @@ class PlanFlags:
     """For documents: tokens that each rank holds (8192)."""
     batches: int | None = None
     """For documents: batches to plan, in the order of training (3, or as many as they fill)."""
+    documents: Literal["span", "cut"] = "span"
+    """For documents: `span`: one that crosses a rank's end continues on the next. `cut`: the chunks of `steelyard
+    train` on so many ranks, which cuts documents where chunks end: policies then differ in nothing but balance."""
     tokenizer: str = "bytes"
     """For documents: `bytes`, or a Hugging Face `tokenizer.json` or the folder of one."""
     format: Format = "auto"
@@ -108,38 +108,71 @@ class PlanFlags:
 def run(argv: Sequence[str], *, debug: bool = False) -> int:
     flags = parse_flags(PlanFlags, argv, prog="steelyard plan", description=DESCRIPTION)
     policies = _policies(flags.policy)
-    if flags.plot is not None and flags.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {flags.plot}: expected a file that ends in .png, .svg or .pdf")
-    if flags.plot is not None and not flags.plot.parent.is_dir():  # said now, not after planning
-        raise UsageError(f"--plot {flags.plot}: there is no folder {flags.plot.parent}")
+    check_picture(flags.plot)
+    _check_numbers(flags)
+    speeds = _speeds(flags.speeds)
     shape = attention_shape(flags.model)
     objective = _objective(flags, shape, policies)
     with command_output(as_json=flags.json) as output:
-        workload = _workload(flags)
-        topology = _topology(flags, workload)
-        plans = {
-            policy: [
-                measure_plan(
-                    layout,
-                    policy=policy,
-                    shape=shape,
-                    tolerance=flags.tolerance,
-                    topology=topology,
-                    window=flags.window,
-                    objective=objective,
-                    batch=batch,
-                    layout_chosen=flags.layout == "chosen",
-                )
-                for batch, layout in enumerate(workload.layouts())
-            ]
-            for policy in policies
-        }
-        _show(output, flags, workload, plans, objective)
+        workload = _workload(flags, output.console)
+        if flags.plot is not None and not any(lengths.any() for lengths in workload.batches):
+            raise UsageError(f"--plot {flags.plot}: {workload.name} holds no document, so there is no work to draw")
+        request = Request(
+            model=flags.model,
+            shape=shape,
+            workload=workload,
+            topology=_topology(flags, speeds, workload),
+            tolerance=flags.tolerance,
+            window=flags.window,
+            objective=objective,
+            memory_tokens=flags.memory_tokens,
+            layout=flags.layout,
+            documents=None if _is_workload_file(flags) else flags.documents,
+        )
+        plans = _plans(request, policies)
+        print_plans(output.console, request, plans)
+        output.result(as_json(request, plans))  # before the picture, which may fail on a full disk
         if flags.plot is not None:
-            _draw(flags, workload, topology, plans)
-            output.console.print(f"wrote {escape(str(flags.plot))}", soft_wrap=True)
-        output.result({"policies": {p: [m.figures.as_json() for m in measured] for p, measured in plans.items()}})
+            if "packed" not in plans:  # what it would be without us
+                plans = {**_plans(request, ("packed",), repeats=1), **plans}
+            draw_plans(flags.plot, request, plans)
+            output.console.print(f"wrote {flags.plot}", soft_wrap=True, markup=False)
     return 0
+
+
+def _plans(request: Request, policies: Sequence[str], *, repeats: int = 3) -> Planned:
+    layouts = request.workload.layouts()
+    plans: Planned = {}
+    for policy in policies:
+        plans[policy] = []
+        for batch, layout in enumerate(layouts):
+            with said_if_slow(f"planning {policy}, batch {batch + 1} of {len(layouts)} ({layout.ranks:,} ranks)"):
+                plans[policy].append(
+                    measure_plan(
+                        layout, policy=policy, shape=request.shape, tolerance=request.tolerance,
+                        topology=request.topology, window=request.window, objective=request.objective, batch=batch,
+                        layout_chosen=request.layout == "chosen", repeats=repeats,
+                    )
+                )  # fmt: skip
+    return plans
+
+
+def _print_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def said_if_slow(
+    what: str, quiet_s: float = QUIET_S, say: Callable[[str], object] = _print_on_stderr
+) -> Iterator[None]:
+    """A line on stderr once the block has taken `quiet_s`."""
+    timer = threading.Timer(quiet_s, say, (f"{what} …",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _policies(given: str) -> tuple[str, ...]:
@@ -164,26 +197,65 @@ def _objective(flags: PlanFlags, shape: AttentionShape, policies: Sequence[str])
     return Objective(flags.passes, flags.memory, row_keys or 0)
 
 
+def _check_numbers(flags: PlanFlags) -> None:
+    """What is wrong whatever the documents are, said before they are read."""
+    checks: tuple[tuple[str, float | None, float, float, str], ...] = (
+        ("--tolerance", flags.tolerance, 0, MAX_RANKS, f"a number from 0 to {MAX_RANKS:,} such as 0.05, which is 5 %"),
+        ("--window", flags.window, 1, MAX_DOCUMENT_TOKENS, f"1 to {MAX_DOCUMENT_TOKENS:,} keys, or none"),
+        ("--node-size", flags.node_size, 1, MAX_RANKS, f"1 to {MAX_RANKS:,} ranks"),
+        ("--node-weight", flags.node_weight, 0, 1, "a number from 0 to 1 such as 0.125"),
+        ("--memory-tokens", flags.memory_tokens, 0, float("inf"), "at least 0"),
+    )
+    for name, value, least, most, expected in checks:
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"{name} {value}: expected {expected}")
+    if flags.node_weight is not None and flags.node_size == 1:
+        raise UsageError(f"--node-weight {flags.node_weight:g} has a meaning with nodes only; add --node-size")
+
+
+def _speeds(given: str) -> tuple[float, ...]:
+    speeds: list[float] = []
+    for place, part in enumerate(given.split(",") if given.strip() else []):
+        try:
+            speeds.append(float(part))
+        except ValueError:
+            raise UsageError(
+                f"--speeds: number {place + 1} is {part.strip()!r}, expected for example 1,1,0.5"
+            ) from None
+        if not (isfinite(speeds[-1]) and speeds[-1] >= 0):
+            raise UsageError(f"--speeds: number {place + 1} (rank {place}) is {part.strip()}, expected at least 0")
+    if speeds and not any(speeds):
+        raise UsageError("--speeds: all are 0, expected one above 0 at least")
+    return tuple(speeds)
+
+
 # --- what to plan -----------------------------------------------------------------------------------------------------
 
 
-def _workload(flags: PlanFlags) -> Workload:
+def _is_workload_file(flags: PlanFlags) -> bool:
     path = Path(flags.workload).expanduser()
-    is_pattern = any(c in flags.workload for c in "*?[")
-    if not path.exists() and not is_pattern:
+    return path.suffix == ".json" and path.exists() and not path.is_dir()
+
+
+def _workload(flags: PlanFlags, console: Console) -> Workload:
+    path = Path(flags.workload).expanduser()
+    if not path.exists() and not any(c in flags.workload for c in "*?["):
         raise UsageError(f"no file or folder {flags.workload}{nearest_sibling(path)}")
-    if path.suffix != ".json" or path.is_dir():
-        return _from_documents(flags)
-    for name in ("ranks", "chunk_tokens", "batches"):
-        if getattr(flags, name) is not None:
+    if not _is_workload_file(flags):
+        return _from_documents(flags, console)
+    usual = {f.name: f.default for f in fields(flags)}
+    for name in OF_DOCUMENTS:
+        value = getattr(flags, name)
+        if value != usual[name]:
+            shown = " ".join(value) if isinstance(value, tuple) else value
             raise UsageError(
-                f"--{name.replace('_', '-')} {getattr(flags, name)}: a workload file says this itself; "
-                "the flag is for folders of documents"
+                f"--{name.replace('_', '-')} {shown}: a workload file says all itself; the flag is for folders of "
+                "documents"
             )
     return read_workload(path)
 
 
-def _from_documents(flags: PlanFlags) -> Workload:
+def _from_documents(flags: PlanFlags, console: Console) -> Workload:
     if flags.ranks is None:
         raise UsageError(
             f"{flags.workload} is no workload file (.json) but documents; say on how many ranks, for example --ranks 8"
@@ -195,160 +267,48 @@ def _from_documents(flags: PlanFlags) -> Workload:
             raise UsageError(f"{name} {value}: expected at least 1")
         if value > MOST[name]:
             raise UsageError(f"{name} {value}: expected at most {MOST[name]:,}")
+    source = SourceConfig(path=flags.workload, format=flags.format, field=flags.field, suffixes=flags.suffixes)
+    if flags.documents == "cut":
+        return _as_trained(source, flags.tokenizer, chunk_tokens, flags.ranks, batches, console)
     with scan_progress() as progress:
         statistics = data_statistics(
-            SourceConfig(path=flags.workload, format=flags.format, field=flags.field, suffixes=flags.suffixes),
+            source,
             tokenizer=flags.tokenizer,
             chunk_tokens=chunk_tokens,
             ranks=(),
             max_tokens=flags.ranks * chunk_tokens * batches,
             progress=progress,
         )
+    print_left_out(console, statistics.skipped, statistics.ignored_files)
     return pack_workload(
         statistics.lengths, name=flags.workload, tokens_per_rank=chunk_tokens, ranks=flags.ranks, batches=batches
     )
 
 
-def _topology(flags: PlanFlags, workload: Workload) -> Topology:
-    speeds: list[float] = []
-    for place, part in enumerate(flags.speeds.split(",") if flags.speeds.strip() else []):
-        try:
-            speeds.append(float(part))
-        except ValueError:
-            raise UsageError(
-                f"--speeds: number {place + 1} is {part.strip()!r}, expected for example 1,1,0.5"
-            ) from None
-    if flags.node_size > MAX_RANKS:
-        raise UsageError(f"--node-size {flags.node_size}: expected at most {MAX_RANKS:,}")
+def _as_trained(
+    source: SourceConfig, tokenizer: str, chunk_tokens: int, ranks: int, batches: int, console: Console
+) -> Workload:
+    """The first chunks of `steelyard train` with one chunk a rank and step, which begins anew where documents end."""
+    loaded = load_tokenizer(tokenizer)
+    config = DataConfig(
+        sources=(source,), tokenizer=tokenizer, chunk_tokens=chunk_tokens, batch_chunks=ranks, on_error="skip",
+        append_eos=loaded.eos_id is not None,
+    )  # fmt: skip
+    stream = ChunkStream(config, tokenizer=loaded)
+    with said_if_slow(f"reading {batches} × {ranks:,} chunks of {source.path}"):
+        workload = chunk_workload(stream, name=source.path, batches=batches)
+    print_left_out(console, stream.skipped, stream.sources[0].listing.ignored)
+    return workload
+
+
+def _topology(flags: PlanFlags, speeds: tuple[float, ...], workload: Workload) -> Topology:
     if speeds and len(speeds) != workload.ranks:
         raise UsageError(f"--speeds gives {len(speeds)} speeds, the workload has {workload.ranks} ranks; give one each")
-    caps = () if flags.memory_tokens is None else (flags.memory_tokens,) * workload.ranks
+    weight = DEFAULT_NODE_WEIGHT if flags.node_weight is None else flags.node_weight
     return Topology(
         workload.ranks,
-        speeds=tuple(speeds),
-        memory_tokens=caps,
+        speeds=speeds,
+        memory_tokens=() if flags.memory_tokens is None else (flags.memory_tokens,) * workload.ranks,
         node_size=flags.node_size,
-        intra_node_weight=flags.node_weight if flags.node_size > 1 else 1.0,
+        intra_node_weight=weight if flags.node_size > 1 else 1.0,
     )
-
-
-# --- what comes of it -------------------------------------------------------------------------------------------------
-
-
-def _show(
-    output: Output,
-    flags: PlanFlags,
-    workload: Workload,
-    plans: Mapping[str, Sequence[MeasuredPlan]],
-    objective: Objective,
-) -> None:
-    console = output.console
-    documents = sum(len(batch) for batch in workload.batches)
-    batches = f"{len(workload.batches)} batch" + ("es" if len(workload.batches) > 1 else "")
-    console.print(
-        f"[bold]{escape(workload.name)}[/]: {batches}, {documents:,} documents, {workload.ranks} ranks × "
-        f"{workload.tokens_per_rank:,} tokens; model {escape(flags.model)}, tolerance {flags.tolerance:g}",
-        soft_wrap=True,
-    )
-    for policy, measured in plans.items():
-        console.print()
-        _print_policy(console, policy, [m.figures for m in measured])
-    notes = [note for policy, measured in plans.items() for note in _notes(policy, measured, flags, objective)]
-    if notes:
-        console.print()
-    for note in notes:
-        console.print(f"[yellow]{note}[/]", soft_wrap=True)
-    console.print(f"\n{LEGEND}", style="dim", soft_wrap=True)
-
-
-def _notes(policy: str, measured: Sequence[MeasuredPlan], flags: PlanFlags, objective: Objective) -> Iterator[str]:
-    """What a reader of the figures would otherwise not see."""
-    limited = [m.figures.batch for m in measured if m.plan.memory_limited]
-    if limited:
-        yield f"{policy}: the memory cap came before balance in batch {', '.join(map(str, limited))}"
-    if flags.memory_tokens is not None and policy not in BALANCED_POLICIES:
-        beyond = [m.figures.batch for m in measured if m.figures.received_tokens_max > flags.memory_tokens]
-        where = f"exceeded in batch {', '.join(map(str, beyond))}" if beyond else "exceeded in no batch"
-        yield f"{policy}: cap not honoured by this policy; {where}"
-    if objective.row_keys and policy == "balanced":
-        yield (
-            f"balanced: work is time: a query row costs {objective.row_keys:,} keys besides those that it sees; "
-            "no bounds are known for it"
-        )
-
-
-_COLUMNS = ("batch", "work", "GiB", "/bound", "busiest", "/bound", "pairs", "tokens", "moved", "plan ms", "tables ms")
-
-
-def _print_policy(console: Console, policy: str, rows: Sequence[PlanFigures]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True, min_width=5)
-    for f in rows:
-        table.add_row(
-            f"{f.batch}",
-            f"{f.work_max_over_mean:.3f}",
-            f"{f.bytes_total / GIB:.2f}",
-            _ratio(f.bytes_total, f.lower_bound_bytes)
-            if f.spanning_lower_bound_bytes is None
-            else _ratio(f.bytes_total, f.spanning_lower_bound_bytes, "*"),
-            f"{f.busiest_bytes / GIB:.3f}",
-            _ratio(f.busiest_bytes, f.busiest_lower_bound_bytes),
-            format_count(f.pairs_total),
-            f"{f.tokens_max_over_mean:.2f}",
-            f"{f.moved_tasks:,}",
-            f"{f.plan_ms:,.1f}",
-            f"{f.tables_ms:,.1f}",
-        )
-    console.print(policy, style="bold", markup=False)
-    console.print(table)
-
-
-def _ratio(value: int, bound: int | None, mark: str = "") -> str:
-    """How far above the bound; a dash where there is none, or where the policy sends less since it does not balance."""
-    return f"{value / bound:.3f}{mark}" if bound and value >= bound else "–"
-
-
-def _draw(
-    flags: PlanFlags, workload: Workload, topology: Topology, plans: Mapping[str, Sequence[MeasuredPlan]]
-) -> None:
-    from steelyard.plots.plans import PolicyWork, work_by_policy  # matplotlib takes as long to import as a small plan
-
-    assert flags.plot is not None
-    shown = dict(plans)
-    if "packed" not in shown:  # what it would be without us
-        layouts = enumerate(workload.layouts())
-        shape = attention_shape(flags.model)
-        shown = {
-            "packed": [
-                measure_plan(
-                    layout, policy="packed", shape=shape, tolerance=flags.tolerance, topology=topology,
-                    window=flags.window, batch=batch, repeats=1,
-                )
-                for batch, layout in layouts
-            ],
-            **shown,
-        }  # fmt: skip
-    first = [policy for policy in ("packed", "balanced") if policy in shown]
-    ordered = [*first, *(policy for policy in shown if policy not in first)]
-    worst = int(np.argmax([m.figures.work_max_over_mean for m in shown["packed"]]))
-    whole = max(measured[worst].figures.pairs_total for measured in shown.values())
-    panels = [
-        PolicyWork(
-            policy,
-            shown[policy][worst].work_by_server.tolist(),
-            shown[policy][worst].figures.bytes_total,
-            shown[policy][worst].figures.tokens_max_over_mean,
-            shown[policy][worst].figures.pairs_total / whole,
-        )
-        for policy in ordered
-    ]
-    note = (
-        f"{Path(workload.name).name}, batch {worst}: {workload.ranks} ranks × {workload.tokens_per_rank:,} tokens, "
-        f"tolerance {flags.tolerance:g}.\nEach bar is a multiple of the rank's share of the work under its policy."
-    )
-    title = None
-    if len(panels) > 2 and "balanced" in shown:
-        rest = {p: shown[p][worst].figures.work_max_over_mean for p in ("packed", "balanced")}
-        title = f"The busiest rank does {rest['packed']:.2f}× its share as packed, {rest['balanced']:.2f}× balanced"
-    work_by_policy(flags.plot, panels, speeds=topology.speeds, title=title, note=note)

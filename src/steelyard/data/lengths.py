@@ -221,7 +221,7 @@ def data_statistics(
     if not lengths:
         example = next((lines[0] for lines in skipped.examples.values() if lines), "no record at all")
         paths = ", ".join(s.path for s in config.sources)
-        raise DataError(f"data stats {paths}: no document could be used: {skipped}; for example {example}")
+        raise DataError(f"data source {paths}: no document could be used: {skipped}; for example {example}")
     column = int_column(np.frombuffer(lengths, dtype=np.int64))
     ignored: dict[str, int] = {}
     for source in sources:

@@ -10,7 +10,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from steelyard.data.config import SourceConfig
@@ -50,15 +50,28 @@ class FileEntry:
 class Listing:
     """The files of a source in order of name, and how many files were not taken, by their ending.
 
-    Pipes, sockets and devices count as `special file`.
+    Pipes, sockets and devices count as `special file`. `readable` are those of `ignored` that another format or other
+    suffixes would read, by their kind: with the format `auto`, the user may have meant them too.
     """
 
     files: tuple[FileEntry, ...]
     ignored: Mapping[str, int]
+    readable: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         return sum(f.size_bytes for f in self.files)
+
+    def unread(self, config: SourceConfig) -> str | None:
+        """One line on files of other formats that nobody decided to leave aside: of a source that names neither format
+        nor suffixes. None where there are none."""
+        if config.format != "auto" or config.suffixes or not self.readable:
+            return None
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.readable.items()))
+        return (
+            f"data source {config.path}: reads its {self.files[0].kind} files ({len(self.files):,}) and leaves others "
+            f"aside ({counts}); to read those, give them a source of their own with its format"
+        )
 
 
 def list_source(config: SourceConfig) -> Listing:
@@ -170,11 +183,14 @@ def _select(config: SourceConfig, found: list[tuple[Path, str]]) -> Listing:
                 sizes[kind] += entry.size_bytes + 1
         wanted = max(sorted(sizes), key=lambda kind: sizes[kind]) if sizes else "text"
     taken = []
+    readable = Counter[str]()
     for path, name in found:
         if _is_wanted(config, wanted, name):
             taken.append(_entry(path, name, wanted))
         else:
             ignored[Path(name).suffix or Path(name).name] += 1
+            if (own := kind_of(name)) is not None:
+                readable[own] += 1
     taken.sort(key=lambda e: e.name)
     if not taken:
         most = ", ".join(f"{n} × {suffix}" for suffix, n in ignored.most_common(5)) or "no file at all"
@@ -188,7 +204,7 @@ def _select(config: SourceConfig, found: list[tuple[Path, str]]) -> Listing:
             "%s: %d %s files taken, %d others left aside (%s)", config.path, len(taken), wanted, sum(ignored.values()),
             ", ".join(f"{n} × {suffix}" for suffix, n in ignored.most_common(5)),
         )  # fmt: skip
-    return Listing(tuple(taken), dict(ignored))
+    return Listing(tuple(taken), dict(ignored), dict(readable))
 
 
 def _is_wanted(config: SourceConfig, kind: str, name: str) -> bool:

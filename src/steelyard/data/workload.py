@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from steelyard.data.stream import ChunkStream
 from steelyard.domain.arrays import IntArray, int_column
 from steelyard.domain.layout import Layout
 from steelyard.domain.limits import (
@@ -88,8 +89,10 @@ def read_workload(path: str | Path) -> Workload:
         UsageError: it cannot be read, is not JSON, or a key is missing or wrong; file, batch and key are named.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(f"workload {path}: a pipe, socket or device; give a regular file")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors begin files with a mark
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -136,6 +139,21 @@ def pack_workload(lengths: IntArray, *, name: str, tokens_per_rank: int, ranks: 
     cuts = np.union1d(ends[ends <= borders[-1]], borders)
     parts, batch = np.diff(cuts, prepend=0), (cuts - 1) // room
     return Workload(name, tokens_per_rank, ranks, tuple(int_column(parts[batch == i]) for i in range(count)))
+
+
+def chunk_workload(stream: ChunkStream, *, name: str, batches: int) -> Workload:
+    """The next `batches` steps of training: rank r of a batch holds the chunk of lane r, its documents cut where the
+    chunk ends, so that none spans ranks.
+
+    Args:
+        stream: of one process that owns all lanes, one for each rank of the workload. It has no end, so that all chunks
+            are full.
+
+    Raises:
+        DataError: a document cannot be read and the stream stops there.
+    """
+    steps = [np.concatenate([chunk.doc_lengths for chunk in stream.next_chunks()]) for _ in range(batches)]
+    return Workload(name, stream.config.chunk_tokens, len(stream.lanes), tuple(int_column(step) for step in steps))
 
 
 def _lengths(batch: object, index: int, name: str) -> IntArray:

@@ -165,11 +165,9 @@ class Layout:
     @property
     def spans_ranks(self) -> bool:
         """Whether any document lives on more than one rank."""
-        home_low = np.full(self.docs, self.ranks, dtype=np.int64)
-        home_high = np.full(self.docs, -1, dtype=np.int64)
-        np.minimum.at(home_low, self.shard_doc, self.shard_rank)
-        np.maximum.at(home_high, self.shard_doc, self.shard_rank)
-        return bool(np.any(home_low != home_high))
+        some_rank = np.zeros(self.docs, dtype=np.int64)
+        some_rank[self.shard_doc] = self.shard_rank  # of any one shard of the document
+        return bool(np.any(some_rank[self.shard_doc] != self.shard_rank))
 
     def __iter__(self) -> Iterator[Shard]:
         for columns in zip(

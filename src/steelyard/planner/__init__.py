@@ -68,9 +68,11 @@ def make_plan(
         row_keys: for `time` instead of a kernel: what a query row costs besides its keys, in keys.
 
     Raises:
-        UsageError: an unknown policy, a window below 1, a negative tolerance, another number of servers than ranks, an
-            objective that the policy or the kernel does not serve, or more work than 64-bit integers hold.
-        PlanError: a memory cap that no plan can keep.
+        UsageError: an unknown policy, a window below 1, a tolerance out of range, another number of servers than ranks,
+            an objective that the policy or the kernel does not serve, or more work than 64-bit integers hold.
+        PlanError: `balanced` found no plan that keeps the memory caps (only where a document spans ranks; it looks for
+            a server for one shard after another, so that now and then a plan exists all the same), or `reference`
+            proved that none keeps both them and the balance.
     """
     if policy not in POLICIES:
         close = get_close_matches(policy, POLICIES, n=1)

@@ -39,8 +39,11 @@ from steelyard.planner.shares import work_caps
 from steelyard.planner.work import RowWork
 
 RANGES_TRIED = 6  # the donor's longest ones; shorter ones cost more per pair
-HOLDERS_TRIED = 6  # servers that hold keys of the document, those with most room
+LEAST_RANGE = 2  # and none with less than half of what could be moved at once: a large one must follow, no cheaper
+HOLDERS_TRIED = 4  # servers that hold keys of the document, those with most room
 FITS_TRIED = 16  # rooms that fit a surplus, smallest first
+ROOMS_TRIED = 4  # the largest ones, where memory is capped and nothing better fits
+NEARLY = 5  # 4/5 of a surplus are placed rather than making a server the busiest with all of it
 LEAST_ROOM = 16  # a holder is tried if its room is 1/16 of what could be moved: crumbs make tasks, not balance
 NOTICEABLE = 512  # a move that may save less than 1/512 of the best one's score is not looked at
 WEIGHT_UNITS = 1024  # resolution of `Topology.intra_node_weight`
@@ -66,7 +69,7 @@ def plan_balanced(
         PlanError: under its memory cap a server cannot receive the keys that queries living there need, and no server
             that has those keys can take the queries.
     """
-    rows = RowWork(window, objective.row_keys)
+    rows = RowWork.for_documents(layout.doc_lengths, window, objective.row_keys)
     ledger = Ledger(layout, topology, rows)
     total, longest_row = sum(ledger.work), rows.longest_row(layout.doc_lengths)
     caps = work_caps(total, topology, tolerance, longest_row)
@@ -101,15 +104,22 @@ class _Move(NamedTuple):
 
 
 class _Balancing:
-    """The rounds. `rooms` lists (room, server) of the servers below their caps, ascending."""
+    """The rounds.
+
+    `room_of` says how much work each server below its cap may take. `rooms` lists (room, server) of these, ascending;
+    where memory is capped, a room there is no larger than what the server has memory for: to count on more would make
+    every move look as if the rest could follow easily, down to moves of single rows.
+    """
 
     def __init__(self, ledger: Ledger, topology: Topology, shape: AttentionShape, objective: Objective) -> None:
         self.ledger, self.window = ledger, ledger.window
         self.prices, self.busy_prices = objective.prices(shape), objective.busy_prices(shape)
         self.doc_lengths = ledger.layout.doc_lengths.tolist()
         self.memory_bound = bool(topology.memory_tokens)
+        self.longest_row = ledger.rows.longest_row(ledger.layout.doc_lengths)
         self.near_weight = weight_units(topology)
         self.node_size = topology.node_size
+        self.weighted = self.near_weight < WEIGHT_UNITS
         self.caps: list[int] = []
         self.rooms: list[tuple[int, int]] = []
         self.room_of: dict[int, int] = {}
@@ -134,15 +144,18 @@ class _Balancing:
         keys_at_home = ledger.new_keys(doc, home, start, end)
         fits_home = keys_at_home <= ledger.memory_left[home]
         best, place = (self.prices.beta * keys_at_home, home) if fits_home else (NO_LIMIT, home)
-        if length < keys_at_home or not fits_home:
+        keys_there, query_bytes = keys_at_home, self.prices.alpha * length  # what another server costs at least
+        if query_bytes < best and (length < keys_at_home or not fits_home):
             for server in ledger.holders.get(doc, ()):
-                keys = ledger.new_keys(doc, server, start, end)
-                if server == home or keys + length > ledger.memory_left[server]:
+                if server == home:
                     continue
-                cost = self.prices.alpha * length + self.prices.beta * keys
+                keys = ledger.new_keys(doc, server, start, end)
+                cost = query_bytes + self.prices.beta * keys
+                if cost >= best or keys + length > ledger.memory_left[server]:
+                    continue
                 cost += self.prices.range_bytes(self._surplus_made(shard, server, caps))
                 if cost < best:
-                    best, place = cost, server
+                    best, place, keys_there = cost, server, keys
         if best == NO_LIMIT:
             raise PlanError(
                 f"rank {home} may still receive {ledger.memory_left[home]} tokens, but tokens {start} … {end} of "
@@ -151,7 +164,7 @@ class _Balancing:
             )
         if place != home:
             ledger.place_whole(shard, place)
-        ledger.receive(doc, place, start, end, queries=length if place != home else 0)
+        ledger.receive(doc, place, end, queries=length if place != home else 0, keys=keys_there)
 
     def _surplus_made(self, shard: int, server: int, caps: list[int]) -> int:
         """How much the surplus of all servers together grows if the shard moves from its home to `server`."""
@@ -165,8 +178,8 @@ class _Balancing:
     def relieve(self, caps: list[int], block: int) -> None:
         """Move ranges cut at multiples of `block` until no server is above its cap, or nothing more fits."""
         work, self.caps = self.ledger.work, caps
-        self.rooms = sorted((cap - done, j) for j, (cap, done) in enumerate(zip(caps, work, strict=True)) if cap > done)
-        self.room_of = {j: room for room, j in self.rooms}
+        self.room_of = {j: cap - done for j, (cap, done) in enumerate(zip(caps, work, strict=True)) if cap > done}
+        self.rooms = sorted((self._usable(j), j) for j in self.room_of)
         donors = [(cap - done, i) for i, (cap, done) in enumerate(zip(caps, work, strict=True)) if done > cap]
         self.ledger.become_donors([i for _, i in donors])
         heapq.heapify(donors)
@@ -176,8 +189,9 @@ class _Balancing:
             move = self._best_move(donor, block)
             if move is None:
                 continue
+            usable = self._usable(move.server)
             self.ledger.move(donor, move.kept, move.start, move.end, move.server)
-            self._update_room(move.server)
+            self._update_room(move.server, usable)
             if work[donor] > caps[donor]:
                 heapq.heappush(donors, (caps[donor] - work[donor], donor))
 
@@ -197,60 +211,88 @@ class _Balancing:
         return prices.alpha * ledger.queries_in[server] + prices.beta * ledger.keys_in[server]
 
     def _fit(self, rooms: list[tuple[int, int]], need: int) -> int:
-        """The smallest room for `need`, on a server that does not become the busiest by it; else the largest room."""
+        """The smallest room for `need`, on a server that does not become the busiest by it, or else one that is nearly
+        large enough; otherwise the smallest or, if there is none for `need`, the largest room."""
         first = bisect_left(rooms, (need + need // 64, -1))  # a little more, for rounding up to blocks
         spare = self.busy_bytes - self.busy_prices.range_bytes(need)
         for _, server in rooms[first : first + FITS_TRIED]:
             if self._bytes_in(server) <= spare:
                 return server
-        return rooms[min(first, len(rooms) - 1)][1]
+        if first == len(rooms):
+            return rooms[-1][1]
+        for room, server in reversed(rooms[max(0, first - FITS_TRIED) : first]):
+            if NEARLY * room < (NEARLY - 1) * need:
+                break
+            if self._bytes_in(server) + self.busy_prices.range_bytes(room) <= self.busy_bytes:
+                return server
+        return rooms[first][1]
 
-    def _update_room(self, server: int) -> None:
-        del self.rooms[bisect_left(self.rooms, (self.room_of.pop(server), server))]
+    def _usable(self, server: int) -> int:
+        """How much of a server's room it has memory for, about: all of it where memory is not capped."""
+        room = self.room_of[server]
+        if not self.memory_bound:
+            return room
+        tokens = self.ledger.memory_left[server]
+        return min(room, self.prices.work_within(tokens), tokens * self.longest_row // 2)
+
+    def _update_room(self, server: int, listed: int) -> None:
+        """After a move to `server`, whose room was listed as so much."""
+        del self.rooms[bisect_left(self.rooms, (listed, server))]
         room = self.caps[server] - self.ledger.work[server]
         if room > 0:
-            insort(self.rooms, (room, server))
             self.room_of[server] = room
+            insort(self.rooms, (self._usable(server), server))
+        else:
+            del self.room_of[server]
 
     def _best_move(self, donor: int, block: int) -> _Move | None:
         """The move after which the rest of the donor's surplus is cheapest to move; None if nothing fits anywhere."""
         need = self.ledger.work[donor] - self.caps[donor]
-        count = len(self.ledger.kept[donor])
-        longest = range(count - 1, max(-1, count - 1 - RANGES_TRIED), -1)
+        kept = self.ledger.kept[donor]
+        count = len(kept)
+        least = min(need, self.rooms[-1][0], kept[-1].work) // LEAST_RANGE
+        longest = [i for i in range(count - 1, max(-1, count - 1 - RANGES_TRIED), -1) if kept[i].work >= least]
         best: _Move | None = None
         for server in self._receivers(donor, need, longest):
             for index in longest:
-                if not self._hopeless(best, donor, index, server, need):
+                if best is None or not self._hopeless(best, donor, index, server, need):
                     best = self._cheaper(best, donor, index, server, need, block)
         if best is not None:
             return best
         # Nothing that was tried fits. What does not fit into the largest room fits nowhere, but for memory caps.
-        for _, server in reversed(self.rooms if self.memory_bound else self.rooms[-1:]):
+        for _, server in reversed(self.rooms[-ROOMS_TRIED if self.memory_bound else -1 :]):
             for index in range(count):
                 best = self._cheaper(best, donor, index, server, need, block)
             if best is not None:
                 return best
         return None
 
-    def _hopeless(self, best: _Move | None, donor: int, kept: int, server: int, need: int) -> bool:
+    def _hopeless(self, best: _Move, donor: int, kept: int, server: int, need: int) -> bool:
         """Whether no range of `kept` can score noticeably lower than `best` on a server without keys of its document.
 
         The closed form says so without cutting anything; most of the donor's ranges are equally good.
         """
-        if best is None or self.window is not None:
+        if self.window is not None:
             return False
-        whole = self.ledger.kept[donor][kept]
-        doc = self.ledger.doc[whole.shard]
-        if (doc, server) in self.ledger.own or (doc, donor) in self.ledger.own or self.ledger.prefix(doc, server):
+        ledger = self.ledger
+        amount, _, _, shard = ledger.kept[donor][kept]
+        doc = ledger.doc[shard]
+        if (doc, server) in ledger.prefix or (
+            ledger.cut[doc] and ((doc, donor) in ledger.own or (doc, server) in ledger.own)
+        ):
             return False
-        amount = min(need, whole.work, self.room_of[server])
-        least = self._near(self.prices.range_bytes(amount), donor, server) + self._rest(need - amount)
+        amount = min(need, amount, self.room_of[server])
+        least = self.prices.range_bytes(amount)
+        if self.weighted:
+            least = self._near(least, donor, server)
+        if need > amount:
+            least += self._rest(need - amount)
         return best.score * NOTICEABLE <= least * (NOTICEABLE + 1)
 
-    def _receivers(self, donor: int, need: int, longest: range) -> list[int]:
+    def _receivers(self, donor: int, need: int, longest: list[int]) -> list[int]:
         """The best fit or else the one with most room, the same within the node, and holders of keys."""
         receivers = [self._fit(self.rooms, need)]
-        if self.node_size > 1 and self.near_weight < WEIGHT_UNITS:
+        if self.weighted and self.node_size > 1:
             receivers += self._best_in_node(donor, need)
         least = min(need, self.rooms[-1][0]) // LEAST_ROOM
         kept, room_of, seen = self.ledger.kept[donor], self.room_of, {donor, *receivers}
@@ -267,7 +309,7 @@ class _Balancing:
 
     def _best_in_node(self, donor: int, need: int) -> list[int]:
         first = donor // self.node_size * self.node_size
-        rooms = sorted((self.room_of[j], j) for j in range(first, first + self.node_size) if j in self.room_of)
+        rooms = sorted((self._usable(j), j) for j in range(first, first + self.node_size) if j in self.room_of)
         return [self._fit(rooms, need)] if rooms else []
 
     def _cheaper(self, best: _Move | None, donor: int, kept: int, server: int, need: int, block: int) -> _Move | None:
@@ -278,28 +320,51 @@ class _Balancing:
         if block > 1 and self.doc_lengths[doc] < SHORT_DOCUMENT_TOKENS:
             if not self.cuts_short:
                 whole = (low, high, amount)
-                return self._priced(best, donor, kept, server, need, whole) if amount <= room else best
+                fits = amount <= room and (not self.memory_bound or self._remembers(donor, kept, server, whole))
+                return self._priced(best, donor, kept, server, need, whole) if fits else best
             block = 1
-        found_any = False
-        while not found_any and room > 0:
-            wanted = min(need, room, amount)
-            for end in self._ends(doc, server, low, high, wanted, block):
+        if self.memory_bound and server != ledger.home[shard]:
+            room = min(room, self._most_received(doc, server))
+        refused = True
+        while refused and room > 0:
+            refused, allowed = False, False
+            for end in self._ends(doc, server, low, high, min(need, room, amount), block):
                 found = fit_range(low, high, end, need, room, block, ledger.rows)
-                if found is not None:
-                    before = best
-                    best = self._priced(best, donor, kept, server, need, found)
-                    found_any = found_any or best is not before
-            if not self.memory_bound:
-                break
-            room //= 2  # a memory cap may refuse a range and allow a smaller one
+                if found is None:
+                    continue
+                if self.memory_bound and not self._remembers(donor, kept, server, found):
+                    refused = True
+                    continue
+                allowed = True
+                best = self._priced(best, donor, kept, server, need, found)
+            refused = refused and not allowed
+            room //= 2  # memory may refuse a range and allow a smaller one
         return best
+
+    def _remembers(self, donor: int, kept: int, server: int, found: tuple[int, int, int]) -> bool:
+        """Whether the server has memory for what it would receive."""
+        ledger, (start, end, _) = self.ledger, found
+        shard = ledger.kept[donor][kept].shard
+        tokens = ledger.new_keys(ledger.doc[shard], server, start, end)
+        if server != ledger.home[shard]:
+            tokens += end - start
+        return tokens <= ledger.memory_left[server]
+
+    def _most_received(self, doc: int, server: int) -> int:
+        """No range of `doc` that comes to a server from elsewhere, within its memory, has more work than this."""
+        ledger, tokens = self.ledger, self.ledger.memory_left[server]
+        if (doc, server) in ledger.prefix or (doc, server) in ledger.own:
+            return tokens * self.longest_row
+        # m queries and k >= m keys have at most m·k − m(m − 1)/2 pairs: for m + k = tokens at most (tokens + 1)² / 6.
+        return (tokens + 1) ** 2 // 6 + tokens * ledger.rows.row_keys
 
     def _ends(self, doc: int, server: int, low: int, high: int, wanted: int, block: int) -> list[int]:
         """Ends to try: the closed form's or that of the keys the server has, the later one; ends of its own shards."""
         if self.window is not None:
             return [high]
-        ends = [max(self.ledger.prefix(doc, server), self.prices.best_end(wanted))]
-        ends += [last for _, last in self.ledger.own.get((doc, server), ()) if low < last < high]
+        ends = [max(self.ledger.prefix.get((doc, server), 0), self.prices.best_end(wanted))]
+        if self.ledger.cut[doc]:
+            ends += [last for _, last in self.ledger.own.get((doc, server), ()) if low < last < high]
         if block == 1:
             ends += exact_ends(low, high, self.prices, wanted)
         return ends
@@ -307,33 +372,37 @@ class _Balancing:
     def _priced(
         self, best: _Move | None, donor: int, kept: int, server: int, need: int, found: tuple[int, int, int]
     ) -> _Move | None:
-        """`best`, or the move of the range `found` if it scores lower and memory allows it."""
+        """`best`, or the move of the range `found` if it scores lower."""
         ledger = self.ledger
         start, end, amount = found
         whole = ledger.kept[donor][kept]
         doc, home = ledger.doc[whole.shard], ledger.home[whole.shard]
-        keys = ledger.new_keys(doc, server, start, end)
-        if self.memory_bound and keys + (end - start) * (server != home) > ledger.memory_left[server]:
-            return best
-        queries = (end - start) * ((server != home) - (donor != home))
-        score = self.prices.alpha * queries + self.prices.beta * keys
-        if end - start == whole.end - whole.start:
+        keys, queries = ledger.new_keys(doc, server, start, end), end - start
+        score = self.prices.beta * keys
+        if donor == home:
+            score += self.prices.alpha * queries
+        elif server == home:
+            score -= self.prices.alpha * queries
+        if queries == whole.end - whole.start and ledger.cut[doc]:
             score -= self.prices.beta * ledger.freed_keys(donor, whole)
-        score = self._near(score, donor, server) + self._rest(need - amount)
+        if self.weighted:
+            score = self._near(score, donor, server)
+        if need > amount:
+            score += self._rest(need - amount)
         if best is not None and best.score <= score:
             return best
         return _Move(score, kept, start, end, server)
 
     def _near(self, cost: int, donor: int, server: int) -> int:
         """`cost`, or less if both are in one node."""
-        if self.near_weight < WEIGHT_UNITS and server // self.node_size == donor // self.node_size:
+        if server // self.node_size == donor // self.node_size:
             return cost * self.near_weight // WEIGHT_UNITS
         return cost
 
     def _rest(self, surplus: int) -> int:
         """What it costs to move the rest of a surplus, poured into rooms as large as the largest."""
-        if surplus <= 0:
-            return 0
-        largest = self.rooms[-1][0]
+        largest = max(1, self.rooms[-1][0])
+        if surplus <= largest:
+            return self.prices.range_bytes(surplus)
         rooms_filled, rest = divmod(surplus, largest)
         return rooms_filled * self.prices.range_bytes(largest) + self.prices.range_bytes(rest)

@@ -157,9 +157,10 @@ def busiest_bytes_bound(
     """Bytes that the busiest rank sends or receives in the dispatch phase, *among plans in which no receiver sends*.
 
     Exactly: no plan has a smaller max over ranks of max(bytes in, bytes out) if it keeps the balance promise and every
-    rank that receives a row in the dispatch phase sends none in it. `balanced` makes such plans where no document spans
-    ranks and no memory cap is set. A plan that relays (a rank takes work from one rank and gives other work to a third)
-    may have a less busy busiest rank; for all plans no bound is known to us.
+    rank that receives a row in the dispatch phase sends none in it. `balanced` makes such plans as a rule, not always:
+    a donor that had to give a little more than its surplus, rows being indivisible, has room for a few rows of another.
+    In such a plan, as in any that relays, the busiest rank may be less busy than this bound, and `measure` gives none
+    for it. For all plans no bound is known to us.
 
     Queries, keys and values count; outputs travel in the other phase. Returns None if a document spans ranks.
 

@@ -28,7 +28,7 @@ from steelyard.planner.replay import PlanViolation, Reads, Stores, deliver, own_
 from steelyard.planner.shares import exact_tolerance, speed_weights
 from steelyard.planner.tables import build_all_tables
 
-__all__ = ["PlanReport", "PlanViolation", "verify"]
+__all__ = ["PlanReport", "PlanViolation", "max_over_mean", "verify"]
 
 BALANCED_POLICIES = frozenset({"balanced", "reference"})  # those that owe promises 2 and 6
 BRUTE_FORCE_PAIRS = 4_000  # up to here coverage is checked pair by pair as well
@@ -82,20 +82,22 @@ class PlanReport:
     @property
     def bytes_in_max_over_mean(self) -> float:
         """What the busiest receiver gets in the dispatch phase ÷ the mean of all ranks; 1 where nothing travels."""
-        return _max_over_mean(self.dispatch_bytes_in)
+        return max_over_mean(self.dispatch_bytes_in)
 
     @property
     def bytes_out_max_over_mean(self) -> float:
         """What the busiest sender sends in the dispatch phase ÷ the mean of all ranks; 1 where nothing travels."""
-        return _max_over_mean(self.dispatch_bytes_out)
+        return max_over_mean(self.dispatch_bytes_out)
 
     def buffer_bytes_max(self, memory: Literal["keep", "resend"] = "keep") -> int:
         """Exchange buffers of the fullest rank: what one layer's attention has alive at one moment, bytes."""
         return int((self.memory.keep_peak if memory == "keep" else self.memory.resend_peak).max())
 
 
-def _max_over_mean(values: IntArray) -> float:
-    return float(values.max() / values.mean()) if values.any() else 1.0
+def max_over_mean(values: IntArray) -> float:
+    """Largest value over the mean; 1 where all are 0."""
+    total = int(values.sum())
+    return int(values.max()) * len(values) / total if total else 1.0
 
 
 def verify(plan: DispatchPlan, tables: Sequence[DispatchTables] | None = None) -> PlanReport:

@@ -16,8 +16,9 @@ Three layouts are known here:
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ FORWARD = Objective(passes="forward")
 CHEAP_CUT = 16  # a document of up to 1/16 of a rank's tokens may be cut to fill a rank up: its keys are few
 COMPARED_RANKS = 16  # up to as many, all candidates are planned and compared; with more, that costs more than it saves
 HEADS_TRIED = 64  # parts, lightest first, of which the one that begins first is cut
+GUESSES = 5  # of a tail's length; then halving is surer
 
 
 def choose_layout(
@@ -197,7 +199,7 @@ def woven_layout(
     if tokens > ranks * tokens_per_rank:
         raise UsageError(f"layout: {tokens} tokens do not fit {ranks} ranks of {tokens_per_rank} tokens")
     columns = int_column(lengths)
-    rows = RowWork(window, row_keys)
+    rows = RowWork.for_documents(columns, window, row_keys)
     work, longest_row = rows.total(columns), rows.longest_row(columns)
     shares = work_caps(work, topology, 0.0, longest_row).target
     caps = work_caps(work, topology, tolerance, longest_row).target
@@ -206,11 +208,8 @@ def woven_layout(
     parts_by_rank: list[list[_Part]] = [[] for _ in range(ranks)]
     for place, rank in enumerate(sorted(range(ranks), key=lambda rank: (-caps[rank], rank))):
         capacity -= caps[rank]  # what the ranks after this one can take
-        least = min(caps[rank], max(work - capacity, 2 * shares[rank] - caps[rank]))
-        parts = loom.fill(-(-tokens // (ranks - place)), least, caps[rank])
-        parts_by_rank[rank] = parts
-        tokens -= sum(part.end - part.start for part in parts)
-        work -= sum(part.work for part in parts)
+        least = min(caps[rank], max(loom.work - capacity, 2 * shares[rank] - caps[rank]))
+        parts_by_rank[rank] = loom.fill(-(-loom.tokens // (ranks - place)), least, caps[rank])
     return _layout_of(_neighbours_together(parts_by_rank, caps))
 
 
@@ -223,13 +222,82 @@ class _Part(NamedTuple):
     work: int
 
 
+class _Shelf:
+    """Parts ascending by end, from `first` on: light ones first, dense ones last. They are taken from both ends.
+
+    `tokens[i]` and `work[i]` are running totals of what stands before `parts[i]`, from an arbitrary origin, for as many
+    parts as were asked for. Slots before `first` are free: what was taken there makes room for what is left of it.
+    """
+
+    def __init__(self, doc_lengths: IntArray, doc_work: IntArray) -> None:
+        doc = np.argsort(doc_lengths, kind="stable")
+        length, work = doc_lengths[doc], doc_work[doc]
+        self.parts = list(map(_Part._make, zip(length.tolist(), repeat(0), doc.tolist(), work.tolist(), strict=False)))
+        self.first = 0
+        self.tokens: list[int] = [0, *np.cumsum(length).tolist()]
+        self.work: list[int] = [0, *np.cumsum(work).tolist()]
+
+    def reach(self, tokens: int) -> None:
+        """Extend the totals to more than so many tokens, or to the last part."""
+        parts, totals, work = self.parts, self.tokens, self.work
+        last, amount, beyond = totals[-1], work[-1], totals[self.first] + tokens
+        for index in range(len(totals) - 1, len(parts)):
+            if last > beyond:
+                break
+            end, start, _, part_work = parts[index]
+            last += end - start
+            amount += part_work
+            totals.append(last)
+            work.append(amount)
+
+    def pop_dense(self) -> _Part:
+        """Take the last part."""
+        dense = self.parts.pop()
+        del self.tokens[len(self.parts) + 1 :], self.work[len(self.parts) + 1 :]
+        return dense
+
+    def pop_light(self, whole: int, further: int | None) -> list[_Part]:
+        """Take the parts up to index `whole`, and then the one at index `further`."""
+        parts, taken = self.parts, self.parts[self.first : whole]
+        self.first = whole
+        if further is not None:
+            taken.append(parts[further])
+            parts[whole + 1 : further + 1] = parts[whole:further]
+            self.first += 1
+            self._count_back(further + 1)
+        return taken
+
+    def insert(self, part: _Part) -> None:
+        """Put a part where it belongs: near the first one into a free slot, near the last one by making room."""
+        parts, first = self.parts, self.first
+        index = bisect_right(parts, part, first)
+        if first and index - first <= HEADS_TRIED and index < len(self.tokens):
+            parts[first - 1 : index - 1] = parts[first:index]
+            parts[index - 1] = part
+            self.first -= 1
+            self._count_back(index)
+        else:
+            parts.insert(index, part)
+            del self.tokens[index + 1 :], self.work[index + 1 :]
+
+    def _count_back(self, index: int) -> None:
+        """Renew the totals before `index`. Where there are none yet, those from `first` on begin anew."""
+        tokens, work, first = self.tokens, self.work, self.first
+        if index >= len(tokens):
+            del tokens[first + 1 :], work[first + 1 :]
+            return
+        for i in range(index - 1, first - 1, -1):
+            end, start, _, amount = self.parts[i]
+            tokens[i], work[i] = tokens[i + 1] - (end - start), work[i + 1] - amount
+
+
 class _Loom:
-    """What is not placed yet, ascending by end: light parts first, dense ones last."""
+    """What is not placed yet, and how many tokens and how much work that is."""
 
     def __init__(self, doc_lengths: IntArray, rows: RowWork, *, cheap_cut: int) -> None:
         self.rows, self.cheap_cut = rows, cheap_cut
-        work = rows.of_array(np.zeros_like(doc_lengths), doc_lengths).tolist()
-        self.parts = sorted(_Part(n, 0, doc, work[doc]) for doc, n in enumerate(doc_lengths.tolist()))
+        self.shelf = _Shelf(doc_lengths, rows.of_array(np.zeros_like(doc_lengths), doc_lengths))
+        self.tokens, self.work = self.shelf.tokens[-1], self.shelf.work[-1]
 
     def part(self, start: int, end: int, doc: int) -> _Part:
         return _Part(end, start, doc, self.rows.of(start, end))
@@ -237,51 +305,56 @@ class _Loom:
     def fill(self, tokens: int, least: int, most: int) -> list[_Part]:
         """Take `tokens` (or all that is left), with work just below `most`, or at least `least` if that saves a cut."""
         taken: list[_Part] = []
-        light: _Light | None = None
-        while tokens > 0 and self.parts:
-            light = light or _Light(self.parts, tokens)
-            mix = _Mix(self, self.parts.pop(), light, tokens)
-            if mix.takes_all and mix.work(mix.longest) < least:
-                found = [mix.dense]  # too little work even so: the next dense part joins it
+        shelf = self.shelf
+        while tokens > 0 and shelf.first < len(shelf.parts):
+            dense = shelf.pop_dense()
+            mix = _Mix(self, dense, tokens)
+            longest = mix.weigh(mix.longest)
+            if mix.takes_all and longest.work < least:
+                found, count, work = [dense], mix.longest, dense.work  # too little even so: the next one joins it
             else:
-                found = self._best_mix(mix, least, most)
-                light = None
+                filling = self._best_filling(mix, longest, least, most)
+                found, count, work = mix.take(filling), filling.tokens, filling.work
             taken += found
-            tokens -= sum(part.end - part.start for part in found)
-            work = sum(part.work for part in found)
-            least, most = least - work, most - work
+            tokens, least, most = tokens - count, least - work, most - work
+            self.tokens, self.work = self.tokens - count, self.work - work
         return taken
 
-    def _best_mix(self, mix: _Mix, least: int, most: int) -> list[_Part]:
-        """Take the mix that suits."""
-        count = self._tail(mix, least, most)
-        if not least <= mix.work(count) <= most:
+    def _best_filling(self, mix: _Mix, longest: _Filling, least: int, most: int) -> _Filling:
+        """Of the mix, the filling that suits."""
+        filling = self._tail(mix, longest, least, most)
+        if not least <= filling.work <= most:
             mix.cut_any = True
-            count = self._tail(mix, least, most)
-        return mix.take(count)
+            filling = self._tail(mix, mix.weigh(mix.longest), least, most)
+        return filling
 
-    def _tail(self, mix: _Mix, least: int, most: int) -> int:
-        """How many tokens of its dense part suit the mix best: all of it or none, rather than a cut."""
-        if mix.work(mix.longest) <= most:
-            return mix.longest
-        if mix.work(0) >= least:
-            return 0
-        return _longest_within(mix, most)
+    def _tail(self, mix: _Mix, longest: _Filling, least: int, most: int) -> _Filling:
+        """As much of the dense part as suits the mix best: all of it or none, rather than a cut."""
+        if longest.work <= most:
+            return longest
+        none = mix.weigh(0)
+        if none.work >= least:
+            return none
+        guess = longest.tail * (most - none.work) // (longest.work - none.work)
+        return _longest_within(mix, none, guess, most)
 
 
-class _Light:
-    """Tokens and work of the first 0, 1, … parts together, as far as `tokens` reach."""
+class _Filling(NamedTuple):
+    """What a mix is made of: the last `tail` tokens of its dense part, whole light parts up to the index `whole`,
+    `cut` tokens of the one at index `further`, and the first `head` tokens of the dense part.
 
-    def __init__(self, parts: list[_Part], tokens: int) -> None:
-        self.tokens, self.work = [0], [0]
-        have = work = 0
-        for end, start, _, amount in parts:
-            have += end - start
-            work += amount
-            self.tokens.append(have)
-            self.work.append(work)
-            if have > tokens:
-                break
+    `tokens` and `work` are those of all together. `rise` is by how much the work grows with one more token of the dense
+    part, as long as the filling stays of the same kind (without a window).
+    """
+
+    tail: int
+    whole: int
+    further: int
+    cut: int
+    head: int
+    tokens: int
+    work: int
+    rise: int
 
 
 class _Mix:
@@ -292,70 +365,93 @@ class _Mix:
     cut, the mix may hold fewer tokens than asked for.
     """
 
-    def __init__(self, loom: _Loom, dense: _Part, light: _Light, tokens: int) -> None:
-        self.loom, self.dense, self.light, self.tokens = loom, dense, light, tokens
+    def __init__(self, loom: _Loom, dense: _Part, tokens: int) -> None:
+        self.loom, self.dense, self.tokens, self.shelf = loom, dense, tokens, loom.shelf
         self.longest = min(tokens, dense.end - dense.start)
         self.takes_all = self.longest == dense.end - dense.start
         self.cut_any = False
+        self.heads: dict[int, int] = {}
+        self.shelf.reach(tokens)
 
-    def _filling(self, count: int) -> tuple[int, int, int, int]:
-        """Beside the last `count` tokens of the dense part: the number of whole light parts, the index of a further one
-        and how many of its tokens, how many of the dense part's head."""
-        parts, room = self.loom.parts, self.tokens - count
-        whole = min(bisect_right(self.light.tokens, room) - 1, len(parts))
-        room -= self.light.tokens[whole]
-        next_one, cut = whole, 0
+    def weigh(self, count: int) -> _Filling:
+        """The mix with the last `count` tokens of the dense part."""
+        end, start, _, _ = self.dense
+        shelf, work_of, room = self.shelf, self.loom.rows.of, self.tokens - count
+        parts, first, before = shelf.parts, shelf.first, shelf.tokens
+        whole = bisect_right(before, before[first] + room, first) - 1
+        light_tokens = before[whole] - before[first]
+        room -= light_tokens
+        work = shelf.work[whole] - shelf.work[first] + work_of(end - count, end)
+        further, cut = whole, 0
+        filled = parts[whole - 1].end if whole > first else 0  # position of the filling's last token, plus one
         if room and whole < len(parts):
             if self.cut_any:
-                near = range(whole, min(len(parts), whole + HEADS_TRIED))
-                next_one = min(near, key=lambda index: parts[index].start)
-            if self.cut_any or parts[whole].end - parts[whole].start <= self.loom.cheap_cut:
-                cut = min(room, parts[next_one].end - parts[next_one].start)
-        return whole, next_one, cut, min(room - cut, self.dense.end - count - self.dense.start)
-
-    def work(self, count: int) -> int:
-        """Work with the last `count` tokens of the dense part."""
-        whole, next_one, cut, head = self._filling(count)
-        end, start, _, _ = self.dense
-        rows = self.loom.rows
-        amount = self.light.work[whole] + rows.of(end - count, end)
+                further = self._first_to_begin(whole)
+            light_end, light_start, _, _ = parts[further]
+            if self.cut_any or light_end - light_start <= self.loom.cheap_cut:
+                cut = min(room, light_end - light_start)
+                filled = light_start + cut
+                work += work_of(light_start, filled)
+        head = min(room - cut, end - count - start)
         if head:
-            amount += rows.of(start, start + head)
-        if cut:
-            first = self.loom.parts[next_one].start
-            amount += rows.of(first, first + cut)
-        return amount
+            filled = start + head
+            work += work_of(start, filled)
+        tokens = count + light_tokens + cut + head
+        return _Filling(count, whole, further, cut, head, tokens, work, end - count - filled)
 
-    def take(self, count: int) -> list[_Part]:
-        """The mix with the last `count` tokens of the dense part; the loom keeps what is left of its parts."""
-        whole, next_one, cut, head = self._filling(count)
+    def _first_to_begin(self, whole: int) -> int:
+        """Of the parts from index `whole` on, the one that begins first."""
+        found = self.heads.get(whole)
+        if found is None:
+            starts = [part.start for part in self.shelf.parts[whole : whole + HEADS_TRIED]]
+            found = self.heads[whole] = whole + starts.index(min(starts))
+        return found
+
+    def take(self, filling: _Filling) -> list[_Part]:
+        """The mix so filled; the loom keeps what is left of its parts."""
+        tail, whole, further, cut, head, _, _, _ = filling
         end, start, doc, _ = self.dense
-        part, parts = self.loom.part, self.loom.parts
-        taken, left = parts[:whole], [part(start + head, end - count, doc)]
-        taken += [part(end - count, end, doc), part(start, start + head, doc)]
+        part, shelf = self.loom.part, self.shelf
+        left = [part(start + head, end - tail, doc)]
+        taken = shelf.pop_light(whole, further if cut else None)
         if cut:
-            light = parts.pop(next_one)
+            light = taken.pop()
             taken.append(part(light.start, light.start + cut, light.doc))
             left.append(part(light.start + cut, light.end, light.doc))
-        del parts[:whole]
+        taken += [part(end - tail, end, doc), part(start, start + head, doc)]
         for remainder in left:
             if remainder.start < remainder.end:
-                insort(parts, remainder)
+                shelf.insert(remainder)
         return [piece for piece in taken if piece.start < piece.end]
 
 
-def _longest_within(mix: _Mix, most: int) -> int:
-    """The most tokens of the dense part with at most this work; of a long document, cut at a multiple of the block."""
-    end = mix.dense.end
+def _longest_within(mix: _Mix, none: _Filling, guess: int, most: int) -> _Filling:
+    """As many tokens of the dense part as hold at most this work; of a long document, cut at a multiple of the block.
+
+    Nothing of the dense part is known to hold less, all of it more. A tail one token longer, and its filling one
+    shorter, adds the same whatever the length, as long as the filling stays of its kind: one step leads to the answer
+    within a kind, and says that it is one. The rest is halving.
+    """
+    end, linear = mix.dense.end, mix.loom.rows.window is None
     block = BLOCK_TOKENS if end >= SHORT_DOCUMENT_TOKENS else 1
     fits, over = -(-end // block), -(-(end - mix.longest) // block) - 1  # the cut, in blocks: none of it, too much
+    best = none
+    steps = 0
     while fits - over > 1:
-        middle = (fits + over) // 2
-        if mix.work(end - middle * block) <= most:
-            fits = middle
+        steps += 1
+        middle = min(max(-((guess - end) // block), over + 1), fits - 1)
+        found = mix.weigh(end - middle * block)
+        if found.work <= most:
+            fits, best = middle, found
+            if linear and (found.head or found.cut) >= block and found.work + block * found.rise > most:
+                return best
         else:
             over = middle
-    return max(0, end - fits * block)
+        if steps < GUESSES and found.rise > 0:
+            guess = found.tail + (most - found.work) // found.rise
+        else:
+            guess = end - (fits + over) // 2 * block
+    return best
 
 
 def _neighbours_together(parts_by_rank: list[list[_Part]], caps: list[int]) -> list[list[_Part]]:
@@ -374,10 +470,14 @@ def _layout_of(parts_by_rank: list[list[_Part]]) -> Layout:
     """Parts of a rank in order of document and position, neighbouring ones as one shard."""
     ranks = len(parts_by_rank)
     counts = [len(parts) for parts in parts_by_rank]
-    table = np.array([part[:3] for parts in parts_by_rank for part in parts], dtype=np.int64).reshape(-1, 3)
+    numbers = chain.from_iterable(chain.from_iterable(parts_by_rank))
+    table = np.fromiter(numbers, dtype=np.int64, count=len(_Part._fields) * sum(counts)).reshape(-1, len(_Part._fields))
     rank = np.repeat(np.arange(ranks, dtype=np.int64), counts)
-    order = np.lexsort((table[:, 1], table[:, 2], rank))
-    (end, start, doc), rank = table[order].T, rank[order]
+    end, start, doc = table[:, 0], table[:, 1], table[:, 2]
+    length = np.bincount(doc, weights=end - start).astype(np.int64)
+    place = (np.cumsum(length) - length)[doc] + start  # on one line of all tokens
+    order = np.argsort(rank * (int(length.sum()) + 1) + place, kind="stable")
+    end, start, doc, rank = end[order], start[order], doc[order], rank[order]
     opens = np.ones(len(start), dtype=np.bool_)
     opens[1:] = (rank[1:] != rank[:-1]) | (doc[1:] != doc[:-1]) | (start[1:] != end[:-1])
     first = np.flatnonzero(opens)

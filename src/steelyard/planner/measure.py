@@ -11,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from steelyard.domain.arrays import IntArray
 from steelyard.domain.layout import Layout
+from steelyard.domain.limits import require_countable
 from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
@@ -20,7 +23,7 @@ from steelyard.planner import make_plan
 from steelyard.planner.balanced import DEFAULT_OBJECTIVE
 from steelyard.planner.baselines.relay import cut_at_ranks
 from steelyard.planner.bounds import busiest_bytes_bound, total_bytes_bound
-from steelyard.planner.checks import verify
+from steelyard.planner.checks import BALANCED_POLICIES, PlanReport, max_over_mean, verify
 from steelyard.planner.layouts import choose_layout
 from steelyard.planner.objective import Objective
 from steelyard.planner.spanning_bounds import spanning_bytes_bound
@@ -43,17 +46,21 @@ class PlanFigures:
         batch: number of the batch in its workload.
         plan_ms: time of planning; tables_ms: time until every array that the runtime needs exists, for all ranks. The
             fastest of up to three runs each.
-        work_max_over_mean: largest work of a server ÷ its share (the mean, if all are equally fast) in the
-            unit that the plan balances.
+        work_max_over_mean: largest work of a server ÷ its share (the mean, if all are equally fast): in pairs, or,
+            where `row_keys` of the objective says what a query row costs besides, in pairs and those, for all policies.
+            Infinite where a server of speed 0 has work.
         bytes_total: all rows sent, both phases, all ranks.
         bytes_out_max_over_mean, bytes_in_max_over_mean: busiest sender and receiver of the dispatch phase (queries,
             keys, values) over the mean of all ranks; 1 where nothing is sent.
         busiest_bytes: most bytes that one rank sends or receives in the dispatch phase.
         busiest_lower_bound_bytes: no plan in which no receiver sends, and that keeps the balance promise, has less.
-        lower_bound_bytes: no plan that keeps the balance promise on this layout has a smaller `bytes_total`. Both are
-            None where a document spans ranks, or where time is balanced instead of pairs.
+            None where the next is, and for a plan in which a rank does both in the dispatch phase.
+        lower_bound_bytes: no plan that keeps the balance promise on this layout has a smaller `bytes_total`. None where
+            a document spans ranks, where time is balanced instead of pairs, and for a plan that owes or keeps no
+            balance: of another policy than `balanced` and `reference`, or limited by memory.
         spanning_lower_bound_bytes: the same from a weaker bound that allows documents to span ranks. None where
-            `lower_bound_bytes` is given, with a window, where time is balanced, and for more than 64 ranks.
+            `lower_bound_bytes` is given, with a window, for more than 64 ranks, and where that is None for another
+            reason than documents that span ranks.
         pairs_total: (query, key) pairs computed: policies that cut documents compute fewer, another function.
         received_tokens_max: most query and key rows that one server receives.
         buffer_bytes_max: most bytes that exchange buffers of one layer's attention take on one rank at a time, in the
@@ -86,7 +93,7 @@ class PlanFigures:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredPlan:
-    """A plan, its figures, and the work of each server in pairs, int64 (ranks,)."""
+    """A plan, its figures, and the work of each server in the unit of `work_max_over_mean`, int64 (ranks,)."""
 
     plan: DispatchPlan
     figures: PlanFigures
@@ -112,8 +119,9 @@ def measure_plan(
     on packed chunks does.
 
     Args:
-        objective: what `balanced` balances and whose bytes it makes few. The other policies have no such choice; all
-            figures of bytes are those of a forward pass, and its memory mode is the one of `buffer_bytes_max`.
+        objective: what `balanced` balances and whose bytes it makes few. The other policies have no such choice, but
+            their work is counted in the same unit. All figures of bytes are those of a forward pass, and its memory
+            mode is the one of `buffer_bytes_max`.
         layout_chosen: where a document spans ranks, `balanced` lays the documents out anew (`planner.layouts`) before
             it plans; `plan_ms` counts that.
         spanning_bound: whether to search for `spanning_lower_bound_bytes`: a third of a second at 64 ranks.
@@ -124,6 +132,7 @@ def measure_plan(
     """
     if topology is None:
         topology = Topology(layout.ranks)
+    require_countable(layout.doc_lengths, "plan", objective.row_keys)
     given = cut_at_ranks(layout) if policy == "packed" else layout
     relays = layout_chosen and policy == "balanced" and layout.spans_ranks
     tokens_per_rank = int(layout.tokens_by_rank.max())
@@ -145,12 +154,16 @@ def measure_plan(
     plan_s, plan = fastest(plan_it, repeats, clock)
     tables_s, tables = fastest(lambda: build_all_tables(plan), repeats, clock)
     report = verify(plan, tables)
-    bounds = _bounds(plan, SPANNING_BOUND_RANKS if spanning_bound else 0)
+    work, worst = report.work_by_server, report.work_max_over_mean
+    if objective.row_keys:
+        work = work + objective.row_keys * rows_by_server(plan)
+        worst = max_over_share(work, topology)
+    bounds = bounds_of(plan, report, SPANNING_BOUND_RANKS if spanning_bound else 0)
     figures = PlanFigures(
         batch=batch,
         plan_ms=plan_s * 1e3,
         tables_ms=tables_s * 1e3,
-        work_max_over_mean=report.work_max_over_mean,
+        work_max_over_mean=worst,
         bytes_total=report.bytes_total,
         bytes_out_max_over_mean=report.bytes_out_max_over_mean,
         bytes_in_max_over_mean=report.bytes_in_max_over_mean,
@@ -165,10 +178,28 @@ def measure_plan(
         tokens_max_over_mean=max_over_mean(plan.layout.tokens_by_rank),
         spanning_lower_bound_bytes=bounds.spanning,
     )
-    return MeasuredPlan(plan, figures, report.work_by_server)
+    return MeasuredPlan(plan, figures, work)
 
 
-class _Bounds(NamedTuple):
+def rows_by_server(plan: DispatchPlan) -> IntArray:
+    """Query rows that each server computes, int64 (ranks,)."""
+    rows = np.zeros(plan.layout.ranks, dtype=np.int64)
+    np.add.at(rows, plan.tasks.server, plan.tasks.end - plan.tasks.start)
+    return rows
+
+
+def max_over_share(work: IntArray, topology: Topology) -> float:
+    """Largest work ÷ share: a server's part of all work by its speed. Infinite where one of speed 0 has work."""
+    speeds = np.array(topology.speeds or (1.0,) * topology.servers, dtype=np.float64)
+    speeds = speeds / speeds.max()
+    busy = work > 0
+    if np.any(speeds[busy] == 0):
+        return float("inf")
+    shares = int(work.sum()) * (speeds / speeds.sum())
+    return float((work[busy] / shares[busy]).max(initial=0.0))
+
+
+class Bounds(NamedTuple):
     """As the figures of the same names."""
 
     total: int | None = None
@@ -176,15 +207,20 @@ class _Bounds(NamedTuple):
     spanning: int | None = None
 
 
-def _bounds(plan: DispatchPlan, spanning_ranks: int) -> _Bounds:
-    """What any plan on the same layout sends at least; spanning documents up to so many ranks. Proved for pairs."""
-    if plan.row_keys:
-        return _Bounds()
+def bounds_of(plan: DispatchPlan, report: PlanReport, spanning_ranks: int = SPANNING_BOUND_RANKS) -> Bounds:
+    """What any plan on the same layout sends at least; for documents that span ranks up to so many ranks.
+
+    None where it is not proved for the plan, so that no plan sends less than its bound: see `PlanFigures`.
+    """
+    if plan.row_keys or plan.policy not in BALANCED_POLICIES or plan.memory_limited:
+        return Bounds()
     case = plan.layout, plan.topology, plan.shape, plan.tolerance, plan.window
-    total, spanning = total_bytes_bound(*case), None
+    total, spanning, busiest = total_bytes_bound(*case), None, None
     if total is None and plan.layout.ranks <= spanning_ranks:
         spanning = spanning_bytes_bound(*case)
-    return _Bounds(total, busiest_bytes_bound(*case), spanning)
+    if not np.any((report.dispatch_bytes_in > 0) & (report.dispatch_bytes_out > 0)):
+        busiest = busiest_bytes_bound(*case)
+    return Bounds(total, busiest, spanning)
 
 
 def fastest(work: Callable[[], Result], repeats: int, clock: Clock = time.perf_counter) -> tuple[float, Result]:
@@ -203,9 +239,3 @@ def fastest(work: Callable[[], Result], repeats: int, clock: Clock = time.perf_c
         if collecting:
             gc.enable()
     return best, result
-
-
-def max_over_mean(values: IntArray) -> float:
-    """Largest value over the mean; 1 where all are 0."""
-    total = int(values.sum())
-    return int(values.max()) * len(values) / total if total else 1.0

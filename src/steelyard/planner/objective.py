@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal, get_args
 
-from steelyard.cost.attention_kernels import BLOCK_KEYS, TILE_QUERIES, AttentionKernel, TileKernel
+from steelyard.cost.attention_kernels import BLOCK_KEYS, TILE_QUERIES, AttentionKernel, StripKernel, TileKernel
 from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import UsageError
 from steelyard.planner.ranges import Prices
@@ -94,11 +94,15 @@ def row_keys_of(kernel: AttentionKernel, head_dim: int) -> int:
     and c2, n tiles take c0·n + c1·n(n + 1) + 2·c2·n. A pair costs c1 / (128 · 64), so 128n rows see 8192n² + 64n pairs
     for c1·(n² + n/128); the rest is (c0 + c1·127/128 + 2·c2) per 128 rows. Exact at cuts on multiples of a tile.
 
+    A kernel that works in strips knows its rows' cost itself.
+
     Raises:
-        UsageError: a kernel that does not work in tiles.
+        UsageError: a kernel that works in neither.
     """
+    if isinstance(kernel, StripKernel):
+        return round(kernel.row_scores(head_dim))
     if not isinstance(kernel, TileKernel):
-        raise UsageError(f"objective='time' needs a kernel that works in tiles, not {type(kernel).__name__}")
+        raise UsageError(f"objective='time' needs a kernel that works in tiles or strips, not {type(kernel).__name__}")
     one_tile_s = kernel.full_forward_s(TILE_QUERIES, BLOCK_KEYS, 1, head_dim)
     block_s = kernel.full_forward_s(TILE_QUERIES, 2 * BLOCK_KEYS, 1, head_dim) - one_tile_s
     tile_s = one_tile_s - block_s

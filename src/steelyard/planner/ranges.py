@@ -16,6 +16,7 @@ Where a row costs `row_keys` more than its keys, all this holds for positions sh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 
 from steelyard.planner.work import RowWork
@@ -31,17 +32,36 @@ class Prices:
     beta: int
     row_keys: int = 0
 
+    @cached_property
+    def _end_ratio(self) -> tuple[int, int]:
+        """Square of b* per pair, as a fraction."""
+        return 2 * (self.alpha + self.beta) ** 2, self.beta * (2 * self.alpha + self.beta)
+
+    @cached_property
+    def _square_bytes(self) -> int:
+        """Square of the cheapest bytes per pair."""
+        return 2 * self.beta * (2 * self.alpha + self.beta)
+
     def best_end(self, work: int) -> int:
         """b* for `work`, rounded down."""
+        above, below = self._end_ratio
+        return isqrt(work * above // below) - self.row_keys
+
+    def work_within(self, tokens: int) -> int:
+        """Work of the cheapest range whose queries and keys are so many tokens: b* + m* = tokens. About, if rows cost
+        more than their keys."""
         alpha, beta = self.alpha, self.beta
-        return isqrt(2 * work * (alpha + beta) ** 2 // (beta * (2 * alpha + beta))) - self.row_keys
+        return tokens**2 * beta * (2 * alpha + beta) // (2 * (alpha + 2 * beta) ** 2)
 
     def range_bytes(self, work: int) -> int:
         """Bytes of the cheapest range of `work`, rounded down."""
-        alpha, beta, extra = self.alpha, self.beta, self.row_keys
-        if extra and 2 * work * alpha**2 < extra**2 * beta * (2 * alpha + beta):
+        extra = self.row_keys
+        if not extra:
+            return isqrt(self._square_bytes * work)
+        alpha, beta = self.alpha, self.beta
+        if 2 * work * alpha**2 < extra**2 * beta * (2 * alpha + beta):
             return (alpha + beta) * (isqrt(2 * work + extra**2) - extra)
-        return isqrt(2 * beta * (2 * alpha + beta) * work) - beta * extra
+        return isqrt(self._square_bytes * work) - beta * extra
 
 
 def exact_ends(low: int, high: int, prices: Prices, work: int) -> list[int]:
@@ -73,8 +93,9 @@ def fit_range(
     whole = rows.of(low, high)
     if whole <= room and whole <= need:
         return low, high, whole
-    wanted = min(need, room)
-    end = max(target_end, rows.smallest_end(low, min(wanted, whole)))
+    wanted, end = min(need, room, whole), target_end
+    if end <= low or rows.of(low, end) < wanted:
+        end = max(end, rows.smallest_end(low, wanted))
     end = min(high, -(-end // block) * block)
     if need <= room:
         start = rows.largest_start(end, need)

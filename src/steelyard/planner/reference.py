@@ -23,7 +23,7 @@ from steelyard.errors import PlanError, UsageError
 from steelyard.planner.shares import work_caps
 
 MAX_PLACEMENTS = 4_000  # query blocks × servers; beyond, the program takes minutes and more
-Objective = Literal["total", "busiest"]
+FewestBytes = Literal["total", "busiest"]
 
 
 def plan_reference(
@@ -33,7 +33,7 @@ def plan_reference(
     tolerance: float,
     window: int | None = None,
     *,
-    objective: Objective = "total",
+    objective: FewestBytes = "total",
     block_tokens: int = 1,
     time_limit_s: float | None = None,
 ) -> DispatchPlan:
@@ -120,7 +120,7 @@ class _Program:
     def places(self) -> int:
         return len(self.shard) * self.servers
 
-    def solve(self, caps: list[int], objective: Objective) -> IntArray | None:
+    def solve(self, caps: list[int], objective: FewestBytes) -> IntArray | None:
         """Server of each query block, int64 (blocks,); None if the caps cannot be met."""
         if not self.places:
             return np.zeros(0, dtype=np.int64)

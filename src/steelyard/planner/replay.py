@@ -92,12 +92,12 @@ class Store:
         return owner, self.token[stretch] + low - self._line[stretch], high - low
 
     def names(self, rank: int) -> list[int]:
-        """The token in each row of one rank's store. For small cases."""
+        """The token in each row of one rank's store."""
+        own = slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())  # stretches are sorted by rank
         return [
-            int(token) + i
-            for owner, token, length in zip(self.rank, self.token, self.length, strict=True)
-            if owner == rank
-            for i in range(int(length))
+            token + i
+            for token, length in zip(self.token[own].tolist(), self.length[own].tolist(), strict=True)
+            for i in range(length)
         ]
 
 

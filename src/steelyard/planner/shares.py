@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from steelyard.domain.limits import MAX_RANKS
 from steelyard.domain.topology import Topology
 from steelyard.errors import UsageError
 
@@ -22,16 +23,17 @@ def exact_tolerance(tolerance: float) -> Fraction:
     """The decimal number that was written, so that 0.02 means 1/50.
 
     Raises:
-        UsageError: negative, infinite or not a number.
+        UsageError: negative, not a number, or above the number of ranks there may be: (1 + tolerance) × a share is then
+            all the work anyway.
     """
-    if not 0 <= tolerance < float("inf"):
-        raise UsageError(f"tolerance={tolerance}, expected a number >= 0 such as 0.05")
+    if not 0 <= tolerance <= MAX_RANKS:
+        raise UsageError(f"tolerance={tolerance}, expected a number from 0 to {MAX_RANKS:,} such as 0.05, which is 5 %")
     return Fraction(str(float(tolerance)))
 
 
 @dataclass(frozen=True)
 class WorkCaps:
-    """Most work per server.
+    """Most work per server, never more than all there is.
 
     Attributes:
         target: (1 + tolerance) × share, rounded down, but never below the share rounded up: what a plan aims at. The
@@ -54,5 +56,6 @@ def work_caps(total_pairs: int, topology: Topology, tolerance: float, longest_ro
         tight = total_pairs * weight * factor.numerator // (whole * factor.denominator)
         target = max(tight, -(-total_pairs * weight // whole))
         roomy = exact.numerator * total_pairs * weight >= longest_row * whole * exact.denominator
-        caps[weight] = target, tight if roomy else max(target, total_pairs * weight // whole + longest_row)
+        promise = tight if roomy else max(target, total_pairs * weight // whole + longest_row)
+        caps[weight] = min(target, total_pairs), min(promise, total_pairs)
     return WorkCaps([caps[w][0] for w in weights], [caps[w][1] for w in weights])

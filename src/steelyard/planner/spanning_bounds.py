@@ -131,14 +131,16 @@ class _Servers:
         follows = np.append(start[1:], 0) > start + length  # a gap before the server's next shard
         gap_after = np.where(last, start + length < layout.doc_lengths[doc], follows)
         hulls: list[list[tuple[float, float]]] = [[] for _ in range(layout.ranks)]
-        for document in _runs(group[missing > 0]):
-            shards = np.flatnonzero(missing > 0)[document]
-            server = int(rank[shards[0]])
-            steps = np.minimum(gained[shards], room[server])
-            hulls[server] += _hull_pieces(missing[shards].tolist(), steps.tolist())
+        needing = np.flatnonzero(missing > 0)
+        keys, steps = missing[needing].tolist(), np.minimum(gained, room[rank])[needing].tolist()
+        servers = rank[needing].tolist()
+        for document in _runs(group[needing]):
+            hulls[servers[document.start]] += _hull_pieces(keys[document], steps[document])
         corners = [_join(pieces) for pieces in hulls]
-        reach = [np.flatnonzero(gap_after & (rank == server)) for server in range(layout.ranks)]
-        by_keys = [shards[np.argsort(missing[shards], kind="stable")] for shards in reach]
+        gaps = np.flatnonzero(gap_after)
+        gaps = gaps[np.lexsort((missing[gaps], rank[gaps]))]
+        edges = np.searchsorted(rank[gaps], np.arange(layout.ranks + 1)).tolist()
+        by_keys = [gaps[a:b] for a, b in pairwise(edges)]
         return cls(
             cap,
             np.minimum(free, cap),

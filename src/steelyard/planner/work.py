@@ -8,6 +8,7 @@ after a shift, in exact integers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from steelyard.cost.attention import (
     largest_start,
@@ -33,6 +34,12 @@ class RowWork:
     window: int | None = None
     row_keys: int = 0
 
+    @classmethod
+    def for_documents(cls, doc_lengths: IntArray, window: int | None, row_keys: int) -> RowWork:
+        """The work of these documents. A window that none of them is longer than is none: the closed forms then hold."""
+        binds = window is not None and len(doc_lengths) > 0 and window < int(doc_lengths.max())
+        return cls(window if binds else None, row_keys)
+
     @property
     def _width(self) -> int | None:
         return None if self.window is None else self.window + self.row_keys
@@ -57,6 +64,11 @@ class RowWork:
 
     def largest_start(self, end: int, at_least: int) -> int | None:
         """The largest start for which [start, end) has `at_least` work or more; None if [0, end) has less."""
+        if self.window is None:  # asked for most moves that are tried
+            shifted = end + self.row_keys
+            budget = shifted * (shifted + 1) // 2 - max(0, at_least)
+            found = -1 if budget < 0 else (isqrt(8 * budget + 1) - 1) // 2 - self.row_keys
+            return None if found < 0 else found
         start = largest_start(end + self.row_keys, at_least, self._width)
         return None if start is None or start < self.row_keys else start - self.row_keys
 

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from steelyard.errors import UsageError
 from steelyard.plots.style import ATTENTION, IDLE, INK, MUTED, TOKEN_WISE, horizontal_grid, picture
 
 _LABELLED_RANKS = 12
 """With more ranks than this, numbers above the bars would touch; only the largest keeps its own."""
+_SINGLE_BARS = 200
+"""With more ranks than this, bars are narrower than a pixel or two, and one outline is drawn instead of all of them."""
 
 
 def work_per_rank(
@@ -78,16 +80,17 @@ def work_per_rank(
 def draw_work_panel(
     axes: Axes, work: npt.NDArray[np.float64], below: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
 ) -> None:
+    """Bars of one panel: `below`, `work` on it, and the wait above. A rank whose `total` is not a number has a place,
+    but no bar."""
     ranks = len(work)
-    x = np.arange(ranks)
-    width = 0.62 if ranks <= 4 else 0.8 if ranks <= 32 else 1.0
-    highest = float(total.max())
-    axes.bar(x, highest - total, width, bottom=total, color=IDLE, linewidth=0)
-    axes.bar(x, below, width, color=TOKEN_WISE, linewidth=0)
-    axes.bar(x, work, width, bottom=below, color=ATTENTION, linewidth=0)
+    highest = float(np.nanmax(total))
+    _draw_bars(axes, np.full(ranks, highest) - total, total, IDLE)
+    if np.any(below > 0):
+        _draw_bars(axes, below, np.zeros(ranks), TOKEN_WISE)
+    _draw_bars(axes, work, below, ATTENTION)
     axes.axhline(1.0, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
     sign = "×" if ranks <= 4 or ranks > _LABELLED_RANKS else ""
-    for i in x if ranks <= _LABELLED_RANKS else [int(total.argmax())]:
+    for i in np.flatnonzero(~np.isnan(total)) if ranks <= _LABELLED_RANKS else [int(np.nanargmax(total))]:
         busiest = total[i] == highest
         on_pale = highest - total[i] > 0.1 * highest
         axes.annotate(
@@ -105,9 +108,20 @@ def draw_work_panel(
     horizontal_grid(axes)
     axes.set_xlabel("rank")
     axes.set_xlim(-0.5 - (0.4 if ranks <= 4 else 0.1), ranks - 0.5 + (0.4 if ranks <= 4 else 0.1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(ranks, 9) if ranks > 12 else ranks + 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9) if ranks > 12 else FixedLocator(range(ranks)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}" if 0 <= value < ranks else ""))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+
+
+def _draw_bars(axes: Axes, height: npt.NDArray[np.float64], bottom: npt.NDArray[np.float64], color: str) -> None:
+    """One bar a rank from `bottom` up; none where the height is not a number."""
+    ranks = len(height)
+    if ranks > _SINGLE_BARS:
+        axes.stairs(bottom + height, np.arange(ranks + 1) - 0.5, baseline=bottom, fill=True, color=color, linewidth=0)
+        return
+    drawn = np.flatnonzero(~np.isnan(height))
+    width = 0.62 if ranks <= 4 else 0.8 if ranks <= 32 else 1.0
+    axes.bar(drawn, height[drawn], width, bottom=bottom[drawn], color=color, linewidth=0)
 
 
 def draw_work_legend(axes: Axes, *, with_base: bool, fair_name: str = "mean") -> None:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from steelyard.attention.interface import FAST_DEVICES
 from steelyard.balance import Balancer, NanoBatchPlan
-from steelyard.cost.attention import QUERY_PAIRS
+from steelyard.cost.profiles import load_profile
 from steelyard.data.packing import Chunk
 from steelyard.data.stream import ChunkStream
 from steelyard.domain.arrays import IntArray
@@ -29,6 +29,7 @@ from steelyard.model.weights import load_hf
 from steelyard.observe.meter import Meter
 from steelyard.observe.trace import Trace
 from steelyard.parallel.replicas import Replicas
+from steelyard.planner.objective import row_keys_of
 from steelyard.runtime import ping_pong
 from steelyard.runtime.step import NanoBatch
 from steelyard.settings import ProcessSettings
@@ -229,7 +230,7 @@ def assemble(config: TrainConfig, groups: Groups, device: torch.device) -> Assem
         shape=model_config.attention_shape(element_bytes=2 if half_precision else 4),
         tolerance=config.attention.tolerance,
         policy=config.attention.policy,
-        row_keys=QUERY_PAIRS if config.attention.objective == "time" else 0,
+        row_keys=_row_keys(config, model_config) if config.attention.objective == "time" else 0,
         backend=config.attention.backend,
         dtype=torch.bfloat16 if half_precision else torch.float32,
         device=device,
@@ -255,6 +256,12 @@ def assemble(config: TrainConfig, groups: Groups, device: torch.device) -> Assem
             config.checkpoint_dir, keep_last=config.checkpoint.keep_last, group=groups.checkpoint
         ),
     )
+
+
+def _row_keys(config: TrainConfig, model: ModelConfig) -> int:
+    """What a query costs the CPU kernels besides its pairs, in pairs: by the built-in profile, so that all ranks and
+    machines plan alike."""
+    return row_keys_of(load_profile("cpu-local").kernel(), model.head_size)
 
 
 def _refuse_on_gpu(config: TrainConfig, device: torch.device) -> None:

@@ -188,8 +188,11 @@ class TrainConfig:
         ping_pong = per_rank % 2 == 0 if self.parallel.ping_pong is None else self.parallel.ping_pong
         return 2 if ping_pong else 1
 
-    def validate(self, ranks: int) -> None:
+    def validate(self, ranks: int) -> tuple[str, ...]:
         """Refuse what cannot run on `ranks` ranks, before anything is started. Reads folders' names, not the data.
+
+        Returns:
+            Warnings, one line each: of what can run, but may not be meant.
 
         Raises:
             UsageError: says what was given, what was expected and what to change.
@@ -204,14 +207,14 @@ class TrainConfig:
                 f"{model.max_positions} or raise the context"
             )
         _check_vocabulary(self, model)
-        for source in self.data.sources:
-            list_source(source)
+        unread = [list_source(source).unread(source) for source in self.data.sources]
         if self.eval.every_steps and not self.data.eval_fraction:
             raise UsageError(
                 f"eval.every_steps={self.eval.every_steps} but data.eval_fraction=0 keeps no document for evaluation: "
                 "set data.eval_fraction, for example to 0.02, or eval.every_steps to 0"
             )
         _check_folders(self)
+        return tuple(line for line in unread if line is not None)
 
 
 def _check_numbers(config: TrainConfig) -> None:

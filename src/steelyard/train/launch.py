@@ -73,7 +73,7 @@ def train(
         raise UsageError(f"{ranks} ranks, expected at least 1")
     if max_restarts < 0:
         raise UsageError(f"max_restarts={max_restarts}, expected 0 or more")
-    config.validate(ranks)
+    _warn(config.validate(ranks))
     with claim(config.checkpoint_dir):
         _save_config(config)
         if ranks == 1 and max_restarts == 0:
@@ -85,7 +85,9 @@ def train(
 
 def _train_as_launched(config: TrainConfig, settings: ProcessSettings, as_json: bool) -> int:
     try:
-        config.validate(settings.world_size)
+        warnings = config.validate(settings.world_size)
+        if settings.rank == 0:
+            _warn(warnings)
         with claim(config.checkpoint_dir) if settings.rank == 0 else nullcontext():
             if settings.rank == 0:
                 _save_config(config)
@@ -97,6 +99,11 @@ def _train_as_launched(config: TrainConfig, settings: ProcessSettings, as_json: 
             print(f"steelyard: rank {settings.rank}: error: {error}", file=sys.stderr)
         return error.exit_code
     return _report(summary, as_json) if settings.rank == 0 else INTERRUPTED * summary["interrupted"]
+
+
+def _warn(lines: tuple[str, ...]) -> None:
+    for line in lines:
+        print(f"steelyard: warning: {line}", file=sys.stderr)
 
 
 def _default_ranks(config: TrainConfig) -> int:

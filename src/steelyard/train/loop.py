@@ -427,7 +427,10 @@ class Trainer:
             f"{config.parallel.data_parallel}, {config.precision}"
         )
         if parts.device.type == "cpu" and torch.cuda.is_available():
-            self._say("the GPU stays idle: attention kernels for CUDA are still to come, so this run uses the CPU")
+            self._say(
+                "the GPU stays idle: attention kernels for CUDA are written and have never run, so this run uses the "
+                'CPU; device="cuda" asks for them'
+            )
         if self._step:
             self._say(f"resumed from {self._resumed_from} after step {self._step}")
         if self._step >= config.steps:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from random_layouts import SMALL_SHAPE, contiguous_layouts, spanning_layouts
+from hypothesis import strategies as st
+from random_layouts import SMALL_SHAPE, contiguous_layouts, layouts, spanning_layouts
 
 from steelyard.domain.layout import Layout
-from steelyard.domain.shapes import LLAMA3_8B
+from steelyard.domain.shapes import LLAMA3_8B, AttentionShape
 from steelyard.domain.topology import Topology
-from steelyard.planner.baselines import plan_greedy
+from steelyard.planner.baselines import greedy, plan_greedy
 from steelyard.planner.baselines.greedy import head_tail_where_spanning
 from steelyard.planner.checks import verify
 
@@ -73,3 +76,46 @@ def test_same_lengths_same_plan() -> None:
     one, other = (plan_greedy(layout, Topology(8), LLAMA3_8B, 0.02) for _ in range(2))
     assert one.tasks.server.tolist() == other.tasks.server.tolist()
     assert one.tasks.start.tolist() == other.tasks.start.tolist()
+
+
+@settings(max_examples=200)
+@given(
+    layouts(longest=40, most_ranks=6) | layouts(longest=3_000, most_ranks=6),
+    st.sampled_from([SMALL_SHAPE, LLAMA3_8B, AttentionShape(1, 1, 1)]),
+    st.sampled_from([0.0, 0.02, 0.2]),
+    st.none() | st.none() | st.integers(2, 500),
+    st.booleans(),
+)
+def test_many_documents_are_moved_as_few_are(
+    layout: Layout, shape: AttentionShape, tolerance: float, window: int | None, uneven: bool
+) -> None:
+    """What is not priced among many would not be taken."""
+    topology = Topology(layout.ranks, speeds=tuple(1.0 + rank % 3 for rank in range(layout.ranks)) if uneven else ())
+    found = []
+    for few in (0, 10**6):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(greedy, "FEW_ITEMS", few)
+            tasks = plan_greedy(layout, topology, shape, tolerance, window).tasks
+        found.append(list(zip(tasks.start.tolist(), tasks.server.tolist(), tasks.shard.tolist(), strict=True)))
+    assert found[0] == found[1]
+
+
+def test_many_documents_are_not_priced_for_every_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the documents, four times the moves, and not much more to price for each."""
+    priced = [0]
+    cut = greedy._Items.cut
+
+    def counting(items: greedy._Items, *args: Any) -> Any:
+        priced[0] += len(items.server)
+        return cut(items, *args)
+
+    monkeypatch.setattr(greedy._Items, "cut", counting)
+    monkeypatch.setattr(greedy, "FEW_ITEMS", 300)
+    for lengths in ([1] * 400, list(range(1, 401))):
+        counts = []
+        for times in (1, 4):
+            priced[0] = 0
+            plan = plan_greedy(Layout.from_doc_lengths([lengths * times, [], [], []]), Topology(4), LLAMA3_8B, 0.05)
+            counts.append(priced[0])
+            assert (plan.tasks.server > 0).sum() >= 60 * times
+        assert 0 < counts[1] <= 8 * counts[0]

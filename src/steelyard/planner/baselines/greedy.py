@@ -13,6 +13,9 @@ their description: its figures are near those of the released code, not the same
 
 from __future__ import annotations
 
+from copy import copy
+from typing import NamedTuple
+
 import numpy as np
 
 from steelyard.cost.attention import longest_row_pairs, pairs_array
@@ -23,6 +26,8 @@ from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.tasks import CATasks
 from steelyard.domain.topology import Topology
 from steelyard.planner.shares import speed_weights
+
+FEW_ITEMS = 2_048  # up to so many, pricing them all costs less than knowing which to price
 
 
 def plan_greedy(
@@ -38,19 +43,18 @@ def plan_greedy(
     surplus = np.maximum(work - shares, 0)
     deficits = np.maximum(shares - work, 0)
     items.restrict(surplus > 0)
+    many = len(items.server) > FEW_ITEMS
+    offers = _BestOffers(items, layout, shape) if many else _AllOffers(items, shape)
     moved: list[tuple[int, int, int, int]] = []
     for server in np.argsort(-deficits, kind="stable").tolist():
         deficit = int(deficits[server])
         while deficit > tolerance * shares[server]:
-            limit = np.minimum(surplus[items.server], deficit)
-            width = items.width_within(limit)
-            amount, received_bytes = items.cut(width, shape)
-            best = int(np.argmax(amount / received_bytes)) if len(amount) else 0
-            if not len(amount) or amount[best] == 0:
+            offer = offers.best(np.minimum(surplus, deficit))
+            if offer is None:
                 break
-            deficit -= int(amount[best])
-            surplus[items.server[best]] -= amount[best]
-            moved += [(*piece, server) for piece in items.take(best, int(width[best]))]
+            deficit -= offer.amount
+            surplus[items.server[offer.item]] -= offer.amount
+            moved += [(*piece, server) for piece in offers.take(offer)]
     tasks = _tasks(layout, moved)
     return DispatchPlan(layout, tasks, topology, shape, tolerance, "greedy", window)
 
@@ -107,7 +111,9 @@ class _Items:
 
     def restrict(self, servers: np.ndarray) -> None:
         """Forget the items of servers that are not marked."""
-        kept = np.flatnonzero(servers[self.server])
+        self.restrict_to(np.flatnonzero(servers[self.server]))
+
+    def restrict_to(self, kept: IntArray) -> None:
         for name in ("server", "head_shard", "tail_shard", "head_low", "head_high", "tail_low", "tail_high"):
             setattr(self, name, getattr(self, name)[kept])
 
@@ -116,6 +122,12 @@ class _Items:
         return pairs_array(self.head_low, self.head_high, self.window) + pairs_array(
             self.tail_low, self.tail_high, self.window
         )
+
+    def some(self, chosen: IntArray) -> _Items:
+        """Copies of the chosen items."""
+        part = copy(self)
+        part.restrict_to(chosen)
+        return part
 
     def width_within(self, limit: IntArray) -> IntArray:
         """Queries to cut from head and from tail so that the pairs stay within `limit`; -1: take the whole item."""
@@ -153,6 +165,128 @@ class _Items:
             (int(self.tail_shard[item]), tail_high - tails, tail_high),
         ]
         return [piece for piece in pieces if piece[1] < piece[2]]
+
+
+class _Offer(NamedTuple):
+    """A cut of an item that moves `amount` pairs; `width` as in `_Items.width_within`."""
+
+    item: int
+    width: int
+    amount: int
+
+
+class _AllOffers:
+    """The cut with most pairs per byte, among all items each time."""
+
+    def __init__(self, items: _Items, shape: AttentionShape) -> None:
+        self.items, self.shape = items, shape
+
+    def best(self, limit: IntArray) -> _Offer | None:
+        """The best offer of any server whose items may give so many pairs; None if no query fits."""
+        width = self.items.width_within(limit[self.items.server])
+        amount, received_bytes = self.items.cut(width, self.shape)
+        if not np.any(amount):
+            return None
+        best = int(np.argmax(amount / received_bytes))  # of equal ones the first
+        return _Offer(best, int(width[best]), int(amount[best]))
+
+    def take(self, offer: _Offer) -> list[tuple[int, int, int]]:
+        """Remove the cut from its item: shard, start and end of its pieces."""
+        return self.items.take(offer.item, offer.width)
+
+
+class _BestOffers(_AllOffers):
+    """The same offers, without a look at all items each time: for many documents.
+
+    A limit is what an item's server may give and the receiver may take. Of the whole documents of a server that fit its
+    limit the longest has most pairs per byte, so that only it, longer ones and what has been cut are looked at; and a
+    server's best offer is looked for anew only when its limit is another one than last time. A receiver's deficit is
+    above its tolerance, which few documents exceed; a surplus changes only when something is taken from it.
+    """
+
+    def __init__(self, items: _Items, layout: Layout, shape: AttentionShape) -> None:
+        super().__init__(items, shape)
+        self.ranks = layout.ranks
+        alone = items.head_shard == items.tail_shard
+        whole = alone & (items.tail_high == layout.doc_lengths[layout.shard_doc[items.head_shard]])
+        whole &= items.head_low == 0
+        self._others = np.flatnonzero(~whole)  # parts of documents, and what is cut later
+        # Whole documents in one line: server after server, most pairs first; after each server's a stop.
+        line = np.flatnonzero(whole)
+        amount = items.amount()[line]
+        self._levels = np.unique(amount)
+        below = len(self._levels) - 1 - np.searchsorted(self._levels, amount)  # documents with more pairs come first
+        server = np.concatenate([items.server[line], np.arange(self.ranks)])
+        key = server * (len(self._levels) + 1) + np.concatenate([below, np.full(self.ranks, len(self._levels))])
+        line = np.concatenate([line, np.full(self.ranks, -1, dtype=np.int64)])
+        order = np.argsort(key, kind="stable")
+        self._key, self._line = key[order], line[order]
+        self._place = np.zeros(len(items.server), dtype=np.int64)
+        self._place[self._line[self._line >= 0]] = np.flatnonzero(self._line >= 0)
+        self._first = np.searchsorted(self._key, np.arange(self.ranks) * (len(self._levels) + 1))
+        self._following = np.arange(len(self._line))  # the next place that is not taken; itself if it is not
+        self._limit = np.zeros(self.ranks, dtype=np.int64)  # for which `_best` was looked for
+        self._ratio = np.zeros(self.ranks)  # pairs per byte of each server's best offer, 0 where it has none
+        self._best = np.zeros((3, self.ranks), dtype=np.int64)  # the offers: item, width, amount
+
+    def best(self, limit: IntArray) -> _Offer | None:
+        changed = limit != self._limit
+        self._ratio[changed] = 0.0
+        self._look(np.flatnonzero(changed & (limit > 0)), limit)
+        self._limit = limit
+        server = int(np.argmax(self._ratio))  # of equal ratios the first server
+        return _Offer(*self._best[:, server].tolist()) if self._ratio[server] > 0 else None
+
+    def take(self, offer: _Offer) -> list[tuple[int, int, int]]:
+        place = int(self._place[offer.item])
+        if self._line[place] == offer.item and self._following[place] == place:
+            self._following[place] = place + 1
+            if offer.width >= 0:
+                self._others = np.append(self._others, offer.item)
+        elif offer.width < 0:
+            self._others = self._others[self._others != offer.item]
+        self._limit[self.items.server[offer.item]] = -1  # look again, whatever its limit is
+        return super().take(offer)
+
+    def _look(self, servers: IntArray, limit: IntArray) -> None:
+        items = self.items
+        fits = np.searchsorted(self._levels, limit[servers], side="right") - 1
+        stop = np.searchsorted(self._key, servers * (len(self._levels) + 1) + len(self._levels) - 1 - fits)
+        place = self._untaken(stop)
+        too_long = _ranges(self._first[servers], stop)
+        too_long = too_long[self._following[too_long] == too_long]
+        chosen = np.concatenate([self._line[place], self._line[too_long], self._others])
+        chosen = chosen[chosen >= 0]
+        chosen.sort()
+        looked_for = np.zeros(self.ranks, dtype=bool)
+        looked_for[servers] = True
+        chosen = chosen[looked_for[items.server[chosen]]]
+        if not len(chosen):
+            return
+        part = items.some(chosen)
+        width = part.width_within(limit[part.server])
+        amount, received_bytes = part.cut(width, self.shape)
+        ratio = amount / received_bytes
+        order = np.lexsort((-ratio, part.server))  # of equal ratios the first item stays first
+        server = part.server[order]
+        first = order[np.concatenate([[True], server[1:] != server[:-1]])]
+        self._ratio[part.server[first]] = ratio[first]
+        self._best[:, part.server[first]] = chosen[first], width[first], amount[first]
+
+    def _untaken(self, place: IntArray) -> IntArray:
+        """From each place the first that is not taken. Remembered, so that no stretch is walked twice."""
+        found: IntArray = self._following[place]
+        while np.any(self._following[found] != found):
+            found = self._following[found]
+        self._following[place] = found
+        return found
+
+
+def _ranges(first: IntArray, end: IntArray) -> IntArray:
+    """The numbers of all [first, end), one range after another."""
+    count = end - first
+    numbers: IntArray = np.arange(int(count.sum())) + np.repeat(first - (np.cumsum(count) - count), count)
+    return numbers
 
 
 def _tasks(layout: Layout, moved: list[tuple[int, int, int, int]]) -> CATasks:
