@@ -26,7 +26,7 @@ RANK = RankMeasure(
     loss=1.1,
     gradient=Difference(1e-9, 1e-6, "weight"),
     leak=Difference(0.0, 1e-5, "outputs"),
-    sees_itself=True,
+    blind="",
     work=40,
     balanced=True,
     missing_tokens=0,
@@ -84,13 +84,18 @@ def test_a_wrong_loss_of_one_batch() -> None:
     assert report.results[3].where == "documents of rank 1 of 2"
 
 
-def test_outputs_that_depend_on_nothing() -> None:
-    blind = replace(RANK, sees_itself=False)
-    report = judge(CheckRequest(ranks=(2,)), REFERENCE, {1: BY_RANKS[1], 2: (blind, blind)})
+def test_an_output_that_depends_on_nothing() -> None:
+    blind = replace(RANK, blind="the output of token 3 of document 1, which has 9 tokens")
+    report = judge(CheckRequest(ranks=(2,)), REFERENCE, {1: BY_RANKS[1], 2: (RANK, blind)})
     assert failed(report) == ["document_isolation"]
+    assert report.results[1].finding.startswith("the output of token 3 of document 1, which has 9 tokens, depends on")
     assert "attention sees nothing" in report.results[1].finding
-    one_rank_holds_single_tokens = {1: BY_RANKS[1], 2: (blind, RANK)}
-    assert judge(CheckRequest(ranks=(2,)), REFERENCE, one_rank_holds_single_tokens).passed
+    assert report.results[1].where == "2 processes"
+
+
+def test_a_leak_comes_before_an_output_that_depends_on_nothing() -> None:
+    result = verdict(blind="the output of token 3", leak=Difference(2e-5, 1e-5, "outputs")).results[1]
+    assert (result.passed, result.max_abs_diff, result.finding) == (False, 2e-5, "")
 
 
 def test_the_worst_is_by_what_is_allowed() -> None:

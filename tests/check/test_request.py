@@ -14,7 +14,7 @@ from steelyard.check.request import (
     CheckRequest,
     ModelSource,
     deal,
-    first_token_changed,
+    every_second_token_changed,
     perturbation_patterns,
     perturbed,
     random_documents,
@@ -58,9 +58,13 @@ def test_perturbed_documents_differ_everywhere_but_in_their_last_token(vocab_siz
             assert other.min() >= 0 and other.max() < vocab_size
         else:
             assert np.array_equal(doc, other)
-    for doc, other in zip(docs, first_token_changed(docs, vocab_size, seed), strict=True):
-        assert np.array_equal(doc[1:], other[1:])
-        assert (doc[0] != other[0]) == (len(doc) > 1)
+
+
+@given(st.integers(2, 5), st.integers(0, 5), st.integers(0, 1))
+def test_every_second_token_differs_but_the_last(vocab_size: int, seed: int, first: int) -> None:
+    docs = random_documents(vocab_size, seed)
+    for doc, other in zip(docs, every_second_token_changed(docs, first, vocab_size, seed), strict=True):
+        assert np.flatnonzero(doc != other).tolist() == list(range(first, len(doc) - 1, 2))
 
 
 def test_new_tokens_are_those_of_the_data() -> None:

@@ -63,9 +63,17 @@ def test_families(pool: WorkerPool, name: str) -> None:
     assert failed(run_checks(CheckRequest(ModelSource("family", name), ranks=(1, 3)), pool=pool)) == set()
 
 
-@pytest.mark.parametrize("function", ["own", "own_with_everything", "own_like_ddp", "hf", "hf_flattened", "hf_padded"])
+SOUND = ["own", "own_with_everything", "own_like_ddp", "own_windowed", "hf", "hf_flattened", "hf_padded"]
+
+
+@pytest.mark.parametrize("function", SOUND)
 def test_sound_models_of_users(pool: WorkerPool, function: str) -> None:
     assert failed(run_checks(module(function, ranks=(1, 3)), pool=pool)) == set()
+
+
+def test_long_documents_in_which_a_token_weighs_little(pool: WorkerPool) -> None:
+    docs = tuple(tuple((7 * d + i * i) % 50 for i in range(128)) for d in range(3))
+    assert failed(run_checks(module("own", documents=docs, ranks=(2,)), pool=pool)) == set()
 
 
 def test_data_of_users(pool: WorkerPool) -> None:
@@ -115,6 +123,8 @@ THROUGH_MODULE = {
     "own_one_wrong_gradient": {"rank_count_invariance"},
     "own_local": {"balance"},
     "own_blind": {"document_isolation"},
+    "own_half_blind": {"document_isolation"},
+    "own_blind_row": {"document_isolation"},
     "own_broken": NAMES_SET - {"balance"},
 }
 
@@ -132,6 +142,10 @@ def test_findings_say_what_was_seen(pool: WorkerPool) -> None:
     assert shift.finding.endswith(", expected -100")
     report = run_checks(module("own_drops_tail", ranks=(2,)), pool=pool)
     assert report.results[0].finding == "with 1 process, the batch of rank 0 lacks 1 tokens of its documents"
+    report = run_checks(module("own_half_blind", ranks=(2,)), pool=pool)
+    assert report.results[1].finding.startswith("the output of token 1 of document 2, which has 13 tokens, depends on")
+    report = run_checks(module("own_blind_row", ranks=(2,)), pool=pool)
+    assert report.results[1].finding.startswith("the output of token 16 of document 6, which has 96 tokens, depends on")
     report = run_checks(module("own_local", ranks=(2,)), pool=pool)
     assert report.results[4].finding.startswith("attention did not pass through Steelyard")
 

@@ -71,6 +71,31 @@ class Blind(OwnModel):
         return out * 0.0
 
 
+class HalfBlind(OwnModel):
+    """Attention gives nothing in documents of more than 12 tokens."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, doc_lens: list[int]) -> Tensor:
+        out: Tensor = self.balancer.attention(q, k, v, doc_lens=doc_lens)
+        return out * torch.cat([torch.full((n, 1, 1), float(n <= 12)) for n in doc_lens])
+
+
+class BlindRow(OwnModel):
+    """Attention gives nothing to one token: the 17th of the longest document."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, doc_lens: list[int]) -> Tensor:
+        out: Tensor = self.balancer.attention(q, k, v, doc_lens=doc_lens)
+        keep = [torch.arange(n) != 16 if n == 96 else torch.ones(n, dtype=torch.bool) for n in doc_lens]
+        return out * torch.cat(keep)[:, None, None]
+
+
+class Windowed(OwnModel):
+    """A token sees the one before it, and no other."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, doc_lens: list[int]) -> Tensor:
+        out: Tensor = self.balancer.attention(q, k, v, doc_lens=doc_lens, window=2)
+        return out
+
+
 class Broken(OwnModel):
     """Divides by zero."""
 
@@ -147,6 +172,18 @@ def own_local(balancer: Any) -> nn.Module:
 
 def own_blind(balancer: Any) -> nn.Module:
     return Blind(balancer)
+
+
+def own_half_blind(balancer: Any) -> nn.Module:
+    return HalfBlind(balancer)
+
+
+def own_blind_row(balancer: Any) -> nn.Module:
+    return BlindRow(balancer)
+
+
+def own_windowed(balancer: Any) -> nn.Module:
+    return Windowed(balancer)
 
 
 def own_broken(balancer: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ def figures(model: Any, losses: list[float], **more: Any) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, **more}
 
 
-def stock() -> dict[str, Any]:
+def stock(documents_by_step: Sequence[Sequence[list[int]]] | None = None) -> dict[str, Any]:
     """The same steps by hand: documents one by one through the model's own attention."""
+    if documents_by_step is None:
+        documents_by_step = [[doc["input_ids"] for doc in DOCS[8 * step : 8 * step + 8]] for step in range(STEPS)]
     model = tiny_models.tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
-    for first in range(0, 8 * STEPS, 8):
-        docs = [torch.tensor([doc["input_ids"]]) for doc in DOCS[first : first + 8]]
+    for documents in documents_by_step:
+        docs = [torch.tensor([ids]) for ids in documents]
         labels = sum(doc.shape[1] - 1 for doc in docs)
         total = 0.0
         for doc in docs:

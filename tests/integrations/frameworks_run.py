@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import steelyard.integrations.transformers as st
+from steelyard.observe.meter import Meter
 
 
-def with_trainer(ranks: int, accumulation: int, checkpointing: bool) -> dict[str, Any]:
+def with_trainer(ranks: int, accumulation: int, checkpointing: bool, ping_pong: bool = False) -> dict[str, Any]:
     model = tiny_models.tiny()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -35,14 +35,18 @@ def with_trainer(ranks: int, accumulation: int, checkpointing: bool) -> dict[str
             report_to="none", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, prediction_loss_only=True,
             activation_checkpointing=checkpointing, train_sampling_strategy="sequential",
         )  # fmt: skip
-        attached = st.attach(model, tolerance=0.0, timeout_s=60)
-        slow = SlowRank(attached)
+        slow = LayerClock()
+        attached = st.attach(model, tolerance=0.0, timeout_s=60, meter=Meter(clock=slow))
+        model.model.layers[0].mlp.register_forward_hook(slow.forward)
         trainer = Trainer(
-            model=model, args=arguments, train_dataset=DOCS, eval_dataset=DOCS[:5], data_collator=st.collate,
-            callbacks=[st.BalanceCallback(attached)],
+            model=st.PingPong(model) if ping_pong else model, args=arguments, train_dataset=DOCS, eval_dataset=DOCS[:5],
+            data_collator=st.collate, callbacks=[st.BalanceCallback(attached)],
         )  # fmt: skip
+        order = tiny_models.recorded(attached)
         trainer.train()
         lines = [line for line in trainer.state.log_history if "loss" in line]
+        weights = figures(model, [])["weights"]
+        first_step = order[: len(order) // STEPS]
         slow.on = True
         eval_loss = trainer.evaluate()["eval_loss"]  # 5 documents: the last batch is ragged
         rank = arguments.process_index
@@ -51,22 +55,28 @@ def with_trainer(ranks: int, accumulation: int, checkpointing: bool) -> dict[str
             st.collate([doc]) for doc in mine
         )  # 3 batches on one of two ranks, 2 on the other
         evaluated_by_hand = mean_loss(model, attached, DOCS[:5])
-        trainer.train()
+        if not ping_pong:
+            trainer.train()
     attached.detach()
     return figures(
         model, [line["loss"] for line in lines], evaluated_by_hand=evaluated_by_hand, eval_loss=eval_loss,
-        evaluated=evaluated, log=lines[-1],
+        evaluated=evaluated, log=lines[-1], trained_weights=weights, order=first_step,
         slow=[line for line in trainer.state.log_history if "steelyard/slowest_rank" in line][-1],
     )  # fmt: skip
 
 
-class SlowRank:
-    """Makes rank 1 slow on purpose, once it is switched on."""
+class LayerClock:
+    """A clock that goes on by a second with every forward pass of a layer: by three on rank 1, once that is slow."""
 
-    def __init__(self, attached: st.Attachment) -> None:
-        self.on = False
-        if dist.is_initialized() and dist.get_rank() == 1:
-            attached.model.model.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(0.5) if self.on else None)
+    def __init__(self) -> None:
+        self.now_s, self.on = 0.0, False
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def forward(self, *_: Any) -> None:
+        slow = self.on and dist.is_initialized() and dist.get_rank() == 1
+        self.now_s += 3.0 if slow else 1.0
 
 
 def with_accelerate(ranks: int) -> dict[str, Any]:
@@ -103,9 +113,16 @@ def with_trl(ranks: int) -> dict[str, Any]:
         trainer = SFTTrainer(
             model=model, args=arguments, train_dataset=Dataset.from_list(DOCS), processing_class=processing
         )
+        packed = trainer.train_dataset  # rows of documents, as TRL packed them: two rows make a step
+        rows = [
+            [ids.tolist() for ids in torch.tensor(row["input_ids"]).split(row["seq_lengths"])]
+            for row in packed.select(range(2 * STEPS))
+        ]
         trainer.train()
     attached.detach()
-    return figures(model, [line["loss"] for line in trainer.state.log_history if "loss" in line])
+    by_step = [rows[2 * step] + rows[2 * step + 1] for step in range(STEPS)]
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return figures(model, losses, documents_by_step=by_step)
 
 
 def main() -> None:
@@ -115,6 +132,7 @@ def main() -> None:
     found = {
         "trainer": with_trainer(ranks, accumulation=1, checkpointing=False),
         "accumulated": with_trainer(ranks, accumulation=2, checkpointing=True),
+        "ping_pong": with_trainer(ranks, accumulation=1, checkpointing=False, ping_pong=True),
         "accelerate": with_accelerate(ranks),
     }
     if ranks <= 2:  # a step of it is two packed rows

@@ -104,6 +104,26 @@ def test_calls_that_are_refused() -> None:
         attention(q, k, k, packed_seq_params=on_rank.packed([2, 3])[1])
 
 
+def test_offsets_are_compared_once_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing waits for a GPU; later layers are given the same tensors."""
+    compared: list[int] = []
+    equal = torch.equal
+
+    def counted(one: torch.Tensor, other: torch.Tensor) -> bool:
+        compared.append(len(one))
+        return equal(one, other)
+
+    monkeypatch.setattr(torch, "equal", counted)
+    shared, documents = sm.Shared(None, BalancerOptions()), on_rank.packed([2, 4])[1]
+    documents.cu_seqlens_kv = documents.cu_seqlens_q.clone()
+    for begins in (True, False, False, True, False):
+        shared.offsets_of("", documents, begins=begins)
+    assert len(compared) == 2
+    documents.cu_seqlens_kv = torch.tensor([0, 3, 6], dtype=torch.int32)
+    with pytest.raises(UsageError, match="cu_seqlens_kv differs"):
+        shared.offsets_of("", documents, begins=False)
+
+
 @pytest.mark.parametrize(
     ("window_size", "skip", "window"), [((3, 0), None, 4), ((-1, 0), None, None), ((3, 0), 2, None), (None, None, None)]
 )

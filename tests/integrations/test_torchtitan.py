@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from torchtitan.models.deepseek_v3 import model_registry as deepseek
 from torchtitan.models.gpt_oss import model_registry as gpt_oss
 from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.qwen3 import model_registry as qwen3
+from torchtitan_trainer_run import write_assets
 
 import steelyard.integrations.torchtitan as st
 from steelyard.attention import core_attention_reference
@@ -175,3 +180,46 @@ def test_without_torchtitan_the_import_says_what_to_install(monkeypatch: pytest.
 def test_flex_is_replaced_with_all_earlier_keys() -> None:
     config = st.balance(with_inner(FlexAttention.Config())).model
     assert config.layers[0].attention.inner_attention.window_size == (-1, 0)
+
+
+def trained(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
+    """What every rank found."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+    run = [str(Path(__file__).parent / "torchtitan_trainer_run.py"), str(folder), *arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *run],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    found: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spmd_backend", "ranks", "tensor"),
+    [
+        ("partial_dtensor", 4, 2),
+        ("partial_dtensor", 2, 1),
+        ("full_dtensor", 2, 1),
+        ("full_dtensor", 4, 2),
+    ],
+)
+@pytest.mark.nightly  # half a minute and more each; `test_as_the_trainer_does_it_under_fsdp` is in the ordinary run
+def test_torchtitan_s_own_trainer(tmp_path: Path, spmd_backend: str, ranks: int, tensor: int) -> None:
+    """Its data loader, FSDP2, tensor parallelism, checkpointing, loss and optimizer: the same as with nothing moved."""
+    write_assets(tmp_path)
+    # With "full_dtensor" torchtitan keeps a mesh that a second trainer in the process cannot use.
+    together = [["balanced", "packed"]] if spmd_backend == "partial_dtensor" else [["balanced"], ["packed"]]
+    parts = [trained(tmp_path, ranks, spmd_backend, str(tensor), *policies) for policies in together]
+    results = [
+        {policy: found for part in of_rank for policy, found in part.items()} for of_rank in zip(*parts, strict=True)
+    ]
+    assert len(results) == ranks
+    for result in results:
+        balanced, packed = result["balanced"], result["packed"]
+        np.testing.assert_allclose(balanced["logged"], packed["logged"], rtol=2e-6)
+        assert len(balanced["logged"]) == 3 and np.isfinite(balanced["logged"]).all()
+        assert [home for home, _ in balanced["work"]] == [home for home, _ in packed["work"]]
+        assert all(server == home for home, server in packed["work"])
+        assert any(max(server) < max(home) for home, server in balanced["work"]), "something must move"

@@ -13,6 +13,8 @@ import transformers
 import transformers_ranks as tiny_models
 
 import steelyard.integrations.transformers as st
+from steelyard.balance import Balancer, Kernel
+from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import UsageError
 
 attach_module = importlib.import_module("steelyard.integrations.transformers.attach")
@@ -77,7 +79,7 @@ def test_padding_is_honoured(side: str) -> None:
     assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize("name", [n for n in tiny_models.MODELS if n != "gpt-oss"])
+@pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_families_are_exact(name: str) -> None:
     model = tiny_models.tiny(name)
     expected = logits_one_by_one(model)
@@ -100,7 +102,6 @@ def test_window_as_in_the_case() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("gpt-oss", {}, "attention sinks"),
         ("llama", {"attention_dropout": 0.1}, r"attention dropout \(attention_dropout=0.1\)"),
         ("gemma3", {"use_bidirectional_attention": True}, "bidirectional"),
         ("llama", {"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
@@ -116,9 +117,29 @@ def test_features_that_are_refused(name: str, changes: dict[str, Any], says: str
 
 
 @pytest.mark.parametrize(("name", "says"), [("gemma2", "soft cap"), ("mistral-window", "sliding window")])
-def test_a_back_end_that_cannot_is_refused_by_feature(name: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        st.attach(tiny_models.tiny(name), backend="cpu")
+def test_a_back_end_that_cannot_is_refused_by_feature(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's kernels on a GPU, which have no soft cap."""
+    check = Balancer.check
+
+    def plain_only(self: Balancer, kernel: Kernel, shape: AttentionShape) -> str:
+        if kernel != Kernel():
+            raise UsageError("attention back end 'plain' cannot")
+        return check(self, kernel, shape)
+
+    monkeypatch.setattr(Balancer, "check", plain_only)
+    with pytest.raises(UsageError, match=rf"attach: the model uses a {says} \(.*\): .*back end 'plain' cannot"):
+        st.attach(tiny_models.tiny(name))
+
+
+def test_what_a_layer_hands_over_and_nobody_honours_is_refused() -> None:
+    """Sinks for every token, keys chosen by an index: models of that kind pass them as keywords."""
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    batch = st.collate(DOCS)
+    for name in ("sinks", "indices", "position_bias"):
+        with pytest.raises(UsageError, match=f"attention: {name} is given"):
+            model(**batch, **{name: torch.zeros(1)})
+    attached.detach()
 
 
 def test_models_that_are_none_or_not_causal_decoders() -> None:

@@ -71,6 +71,14 @@ def test_a_model_that_draws_random_numbers_is_refused() -> None:
         st.PingPong(model)(**st.collate(DOCS))
 
 
+def test_dropout_is_refused_before_anything_is_computed() -> None:
+    model = attached_model()
+    model.model.layers[0].mlp.extra = torch.nn.Dropout(0.25)
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(UsageError, match=r"layers.0.mlp.extra is Dropout, p=0.25"):
+        st.PingPong(model.train())(**st.collate(DOCS))
+
+
 def test_what_is_not_attached_or_given_twice() -> None:
     with pytest.raises(UsageError, match="not attached"):
         st.PingPong(tiny_models.tiny())

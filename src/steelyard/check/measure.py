@@ -35,7 +35,7 @@ from steelyard.check.report import (
 from steelyard.check.request import (
     CheckRequest,
     deal,
-    first_token_changed,
+    every_second_token_changed,
     perturbation_patterns,
     perturbed,
     random_documents,
@@ -134,7 +134,7 @@ def measure_rank(
     labels = sum(len(doc) - 1 for doc in docs)
     base = _outputs(subject, docs, block)
     leak = _leak(subject, docs, block, base, request)
-    sees_itself = _sees_itself(subject, docs, block, base, request)
+    blind = _blind(subject, docs, block, base, request)
     batch = subject.collate([docs[doc] for doc in block])
     before = subject.kernel_calls()
     loss = subject.loss(batch, labels, ranks)
@@ -147,7 +147,7 @@ def measure_rank(
         loss=joined_loss,
         gradient=_compare_gradients(gradients, reference, request) if rank == 0 else None,
         leak=leak,
-        sees_itself=sees_itself,
+        blind=blind,
         work=subject.work(rank, batch) if balanced else sum(len(docs[d]) * (len(docs[d]) + 1) // 2 for d in block),
         balanced=balanced,
         missing_tokens=sum(len(docs[d]) for d in block) - sum(len(rows) for rows in base.values()),
@@ -218,14 +218,31 @@ def _leak(
     return worst(found)
 
 
-def _sees_itself(
+def _blind(
     subject: Subject, docs: Sequence[IntArray], block: Sequence[int], base: Mapping[int, Tensor], request: CheckRequest
-) -> bool:
-    """Whether the last output of some document of this rank depends on its first token. Collective."""
-    moved = _outputs(subject, first_token_changed(docs, subject.vocab_size, request.seed), block)
+) -> str:
+    """In words, an output of this rank that depends on no earlier token of its document; "" if none is. Collective.
+
+    All outputs but the first of each document are looked at: one that sees nothing would show no leak either.
+    """
     allowed = TOLERANCES[request.dtype].logits * _largest(base.values())
-    whole = [doc for doc in block if 1 < len(docs[doc]) == len(base[doc])]
-    return any(float((moved[doc][-1] - base[doc][-1]).abs().max()) > allowed for doc in whole)
+    still: dict[int, list[int]] = {}
+    for first in (0, 1):
+        others = every_second_token_changed(docs, first, subject.vocab_size, request.seed)
+        moved = _outputs(subject, others, block)
+        for doc in block:
+            # The output after each token that was changed, which is that of a token that was not.
+            looked_at = np.arange(first + 1, len(base[doc]), 2)
+            if len(looked_at):
+                change_R = (moved[doc] - base[doc])[torch.from_numpy(looked_at)].abs().amax(-1)
+                # Not a number: `_leak` says so.
+                rows = looked_at[(change_R <= allowed).numpy(force=True)].tolist()
+                still.setdefault(doc, []).extend(rows)
+    blind = {doc: sorted(rows) for doc, rows in still.items() if rows}
+    if not blind:
+        return ""
+    doc, rows = min(blind.items())
+    return f"the output of token {rows[0]} of document {doc}, which has {len(docs[doc])} tokens"
 
 
 def _compare_gradients(gradients: Mapping[str, Tensor], reference: Path, request: CheckRequest) -> Difference:

@@ -134,7 +134,7 @@ class RankMeasure:
         loss: of the step, over all ranks.
         gradient: the gradient that differs most from the reference's; None on ranks other than 0.
         leak: how far outputs moved when other documents were changed.
-        sees_itself: whether the last output of some document moved when its first token was changed.
+        blind: an output that depends on no earlier token of its document, in words; empty if there is none.
         work: (query, key) pairs that this rank computed.
         balanced: whether attention passed through Steelyard.
         missing_tokens: tokens of its documents that its batch does not hold.
@@ -144,7 +144,7 @@ class RankMeasure:
     loss: float
     gradient: Difference | None
     leak: Difference
-    sees_itself: bool
+    blind: str
     work: int
     balanced: bool
     missing_tokens: int
@@ -255,15 +255,16 @@ def _document_isolation(by_ranks: Mapping[int, Sequence[RankMeasure]]) -> CheckR
         for ranks, measures in by_ranks.items()
         for m in measures
     )
-    blind = [ranks for ranks, measures in by_ranks.items() if not any(m.sees_itself for m in measures)]
-    if not blind:
+    blind = [(ranks, m.blind) for ranks, measures in by_ranks.items() for m in measures if m.blind]
+    if not blind or difference.ratio > 1:
         return _result("document_isolation", difference)
-    nothing = Difference(math.nan, difference.allowed, processes(blind[0]))
+    ranks, where = blind[0]
+    nothing = Difference(math.nan, difference.allowed, processes(ranks))
     return _result(
         "document_isolation",
         nothing,
-        "the last output of no document depends on its first token: attention sees nothing, or its weights are zero, "
-        "and a leak could not be seen either",
+        f"{where}, depends on no earlier token of it: attention sees nothing there, or its weights are zero, and a "
+        "leak could not be seen either",
     )
 
 

@@ -158,10 +158,16 @@ def perturbed(docs: Sequence[IntArray], changed: frozenset[int], vocab_size: int
     return result
 
 
-def first_token_changed(docs: Sequence[IntArray], vocab_size: int, seed: int) -> list[IntArray]:
-    """The documents with another first token in each of two tokens or more: their last outputs must move."""
-    others = perturbed(docs, frozenset(range(len(docs))), vocab_size, seed)
-    return [
-        int_column(np.concatenate([new[:1], old[1:]])) if len(old) > 1 else old
-        for old, new in zip(docs, others, strict=True)
-    ]
+def every_second_token_changed(docs: Sequence[IntArray], first: int, vocab_size: int, seed: int) -> list[IntArray]:
+    """The documents with other tokens at places `first`, `first` + 2, …, but for their last ones (see `perturbed`).
+
+    The outputs between must move. The token just before each of them is another, so that they do under any sliding
+    window of two keys or more, and about half of all they see is, so that they do in long documents, in which a single
+    token of n weighs 1 / n.
+    """
+    found = []
+    for old, new in zip(docs, perturbed(docs, frozenset(range(len(docs))), vocab_size, seed), strict=True):
+        mixed = old.copy()
+        mixed[first:-1:2] = new[first:-1:2]
+        found.append(int_column(mixed))
+    return found

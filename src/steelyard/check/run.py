@@ -13,7 +13,7 @@ from steelyard.check import measure
 from steelyard.check.report import CheckReport, RankMeasure, ReferenceMeasure, judge, processes
 from steelyard.check.request import CheckRequest
 from steelyard.errors import PeerError, UsageError
-from steelyard.testing.pool import RemoteError, WorkerPool
+from steelyard.runtime.worker_pool import RemoteError, WorkerPool
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what begins, how many stages are done, and how many there are."""

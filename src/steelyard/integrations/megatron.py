@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from steelyard.balance import Kernel
 from steelyard.errors import UsageError
@@ -53,6 +54,7 @@ class Shared:
     def __init__(self, group: dist.ProcessGroup | None, options: BalancerOptions) -> None:
         self._group, self._options = group, options
         self._passes: OffsetPasses | None = None
+        self._equal: list[tuple[TensorWeakRef, TensorWeakRef]] = []
 
     @property
     def passes(self) -> OffsetPasses:
@@ -61,6 +63,36 @@ class Shared:
             group = self._group if self._group is not None else parallel_state.get_data_parallel_group()
             self._passes = OffsetPasses(group, self._options)
         return self._passes
+
+    def offsets_of(self, where: str, packed: PackedSeqParams | None, *, begins: bool) -> Tensor:
+        """Offsets of documents. Comparing tensors waits for the device: it is done where a forward pass begins, and
+        later only for tensors that were not compared there.
+
+        Raises:
+            UsageError: none are given, or ones that are not the same for queries and keys, or with padding between.
+        """
+        if packed is None or packed.qkv_format != "thd":
+            given = "None" if packed is None else f"qkv_format={packed.qkv_format!r}"
+            raise UsageError(
+                f"{where}: packed_seq_params {given}; give PackedSeqParams(qkv_format='thd', cu_seqlens_q=…) with the "
+                "bounds of the documents of a batch of one row"
+            )
+        offsets: Tensor = packed.cu_seqlens_q
+        if begins:
+            self._equal = []
+        for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+            other = getattr(packed, name)
+            if other is None or other is offsets:
+                continue
+            if any(of() is offsets and equal() is other for of, equal in self._equal):
+                continue
+            if not torch.equal(other, offsets):
+                raise UsageError(
+                    f"{where}: {name} differs from cu_seqlens_q; padding between documents is not supported"
+                )
+            if begins:
+                self._equal.append((TensorWeakRef(offsets), TensorWeakRef(other)))
+        return offsets
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self  # Megatron copies specifications; process groups cannot be copied
@@ -112,17 +144,19 @@ class BalancedCoreAttention(MegatronModule):  # type: ignore[misc]
             UsageError: documents, masks or biases that cannot be honoured; names the argument.
         """
         where = f"attention of layer {self.layer_number}"
-        if attention_mask is not None or attention_bias is not None:
-            name = "attention_mask" if attention_mask is not None else "attention_bias"
-            raise UsageError(
-                f"{where}: {name} cannot be honoured; say the documents by packed_seq_params and give None"
-            )
-        if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
-            raise UsageError(f"{where}: attn_mask_type={attn_mask_type} is not causal, and only causal is computed")
-        offsets = _offsets_of(where, packed_seq_params)
-        if query.dim() != 3:
-            raise UsageError(f"{where}: query of shape {tuple(query.shape)}, expected (tokens, heads, head size)")
-        out_TNH: Tensor = self._shared.passes.attention(
+        passes = self._shared.passes
+        with passes.telling_others(query, key, layer=self.layer_number):
+            if attention_mask is not None or attention_bias is not None:
+                name = "attention_mask" if attention_mask is not None else "attention_bias"
+                raise UsageError(
+                    f"{where}: {name} cannot be honoured; say the documents by packed_seq_params and give None"
+                )
+            if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
+                raise UsageError(f"{where}: attn_mask_type={attn_mask_type} is not causal, and only causal is computed")
+            offsets = self._shared.offsets_of(where, packed_seq_params, begins=passes.begins(self.layer_number))
+            if query.dim() != 3:
+                raise UsageError(f"{where}: query of shape {tuple(query.shape)}, expected (tokens, heads, head size)")
+        out_TNH: Tensor = passes.attention(
             query, key, value, offsets, layer=self.layer_number, kernel=self._kernel, training=self.training
         )
         return out_TNH.flatten(1)
@@ -226,23 +260,3 @@ def _window_of(config: TransformerConfig, layer_number: int) -> int | None:
     if right > 0:
         raise UsageError(f"core_attention: window_size={config.window_size} lets queries see later keys")
     return None if left < 0 else int(left) + 1
-
-
-def _offsets_of(where: str, packed: PackedSeqParams | None) -> Tensor:
-    """Offsets of documents.
-
-    Raises:
-        UsageError: none are given, or ones that are not the same for queries and keys, or with padding between.
-    """
-    if packed is None or packed.qkv_format != "thd":
-        given = "None" if packed is None else f"qkv_format={packed.qkv_format!r}"
-        raise UsageError(
-            f"{where}: packed_seq_params {given}; give PackedSeqParams(qkv_format='thd', cu_seqlens_q=…) with the "
-            "bounds of the documents of a batch of one row"
-        )
-    offsets: Tensor = packed.cu_seqlens_q
-    for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
-        other = getattr(packed, name)
-        if other is not None and other is not offsets and not torch.equal(other, offsets):
-            raise UsageError(f"{where}: {name} differs from cu_seqlens_q; padding between documents is not supported")
-    return offsets

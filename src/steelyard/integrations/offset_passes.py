@@ -9,7 +9,8 @@ T: tokens of the rank, N: query heads, K: key/value heads, H: head size.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,9 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from steelyard.balance import Balancer, Kernel, NanoBatchAttention
-from steelyard.collectives import twin_group
+from steelyard.balance.in_flight import in_backward
 from steelyard.domain.shapes import AttentionShape
-from steelyard.errors import UsageError
+from steelyard.errors import SteelyardError, UsageError
+from steelyard.integrations.joining import Joined, check_policy, join, raise_if_told, told
 from steelyard.observe.meter import Meter
 from steelyard.runtime.dispatch import Memory
 
@@ -44,6 +46,16 @@ class BalancerOptions:
     timeout_s: float = 300.0
     meter: Meter | None = None
     planning_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        check_policy("balance", self.policy)
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a rank says with its lengths: why it cannot take part, if so."""
+
+    failure: str | None = None
 
 
 @dataclass
@@ -69,6 +81,7 @@ class OffsetPasses:
         self._options = options
         self._layers: set[int] = set()
         self._balancer: Balancer | None = None
+        self._joined: Joined | None = None
         self._passes: MutableMapping[Tensor, _Pass] = WeakTensorKeyDictionary()
 
     @property
@@ -109,12 +122,12 @@ class OffsetPasses:
 
         Raises:
             UsageError: offsets that do not fit, or what the back end cannot compute.
-            PeerError: a rank did not take part in time.
+            PeerError: a rank could not take part, or did not in time.
         """
         # Selective checkpointing keeps results of operators under a dispatch mode, in the order in which they run. Our
         # kernels' would be kept for nothing, and a layer that is answered from what was kept runs none of them again.
         with _disable_current_modes():
-            if layer == min(self._layers) and not _in_backward():
+            if self.begins(layer):
                 with torch.set_grad_enabled(training or torch.is_grad_enabled()):
                     self._begin(q_TNH, k_TKH, offsets)
             found = self._passes.get(offsets)
@@ -125,25 +138,57 @@ class OffsetPasses:
                 )
             return found.attention(q_TNH, k_TKH, v_TKH, layer=layer if found.alone else None, kernel=kernel)
 
+    def begins(self, layer: int) -> bool:
+        """Whether entering this layer now begins a forward pass, so that the ranks plan."""
+        return layer == min(self._layers) and not in_backward()
+
+    @contextmanager
+    def telling_others(self, q_TNH: Tensor, k_TKH: Tensor, *, layer: int) -> Iterator[None]:
+        """Around what a rank does with what its layer was given: if it fails where the ranks were to plan, the others
+        are told instead of left waiting. (At a later layer the time-out of an exchange names it.)"""
+        try:
+            yield
+        except Exception as error:
+            can_tell = self._balancer is not None or q_TNH.dim() == k_TKH.dim() == 3
+            if self._group is not None and can_tell and self.begins(layer):
+                with suppress(SteelyardError):  # the error of this rank is the one to report
+                    self._balancer_for(q_TNH, k_TKH).plan([], _Note(told(error)))
+            raise
+
+    def close(self) -> None:
+        """End the threads and groups of the balancer, on every rank and after the last backward pass."""
+        if self._balancer is not None:
+            self._balancer.close()
+        if self._joined is not None:
+            self._joined.release()
+        self._balancer = self._joined = None
+
     def _begin(self, q_TNH: Tensor, k_TKH: Tensor, offsets: Tensor) -> None:
-        lengths = _lengths(offsets, len(q_TNH))
+        balancer = self._balancer_for(q_TNH, k_TKH)
+        with self.telling_others(q_TNH, k_TKH, layer=min(self._layers)):
+            lengths = _lengths(offsets, len(q_TNH))
+            before = self._passes.get(offsets)
+            if before is not None and before.lengths != lengths:
+                raise UsageError(
+                    "offsets of documents were changed in place: an earlier forward pass may still need them; make a "
+                    "new tensor for every batch"
+                )
+        step = balancer.plan([lengths], _Note())
+        raise_if_told(step.notes)
+        self._passes[offsets] = _Pass(balancer.begin(plan=step.nano_batches[0]), lengths, alone=before is None)
+
+    def _balancer_for(self, q_TNH: Tensor, k_TKH: Tensor) -> Balancer:
+        """The balancer; made at the first forward pass, by all ranks."""
         if self._balancer is None:
             self._balancer = self._make_balancer(q_TNH, k_TKH)
-        before = self._passes.get(offsets)
-        if before is not None and before.lengths != lengths:
-            raise UsageError(
-                "offsets of documents were changed in place: an earlier forward pass may still need them; make a new "
-                "tensor for every batch"
-            )
-        self._passes[offsets] = _Pass(self._balancer.begin(doc_lens=lengths), lengths, alone=before is None)
+        return self._balancer
 
     def _make_balancer(self, q_TNH: Tensor, k_TKH: Tensor) -> Balancer:
-        options, group, device = self._options, self._group, q_TNH.device
-        if group is not None and options.planning_group is None:
-            # Among the sums of gradients the place of an exchange would depend on when a bucket fills.
-            group = twin_group(group, "gloo" if device.type == "cpu" else dist.get_backend(group), options.timeout_s)
+        options, device = self._options, q_TNH.device
+        if self._joined is None:
+            self._joined = join(self._group, options.planning_group, device, options.timeout_s)
         return Balancer(
-            group,
+            self._joined.transfers,
             shape=AttentionShape(q_TNH.shape[1], k_TKH.shape[1], q_TNH.shape[2], element_bytes=q_TNH.element_size()),
             tolerance=options.tolerance,
             policy=options.policy,
@@ -151,7 +196,8 @@ class OffsetPasses:
             dtype=q_TNH.dtype,
             device=device,
             timeout_s=options.timeout_s,
-            planning_group=options.planning_group,
+            planning_group=self._joined.planning,
+            store=self._joined.store(),
             speeds=options.speeds,
             memory=options.memory,
             meter=options.meter,
@@ -172,7 +218,3 @@ def _lengths(offsets: Tensor, tokens: int) -> list[int]:
             f"offsets of documents {shown} for {tokens} tokens; expected ascending ones from 0 to {tokens}"
         )
     return lengths
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -12,7 +12,7 @@ B: rows of a batch, L: their length, T = B · L, N: heads, H: head size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,21 +79,15 @@ class BalancedAttention(VarlenAttention):  # type: ignore[misc]
             UsageError: what would change the result and is not honoured; names the argument.
         """
         del enable_gqa
-        options["out_transform"] = out_transform
-        refused = [name for name, value in options.items() if value is not None]
-        if refused:
-            raise UsageError(f"attention of layer {self.layer}: {', '.join(refused)} cannot be honoured")
-        if not isinstance(attention_masks, VarlenMetadata):
-            raise UsageError(
-                f"attention of layer {self.layer}: attention_masks of type {type(attention_masks).__name__}, expected "
-                "VarlenMetadata: batches need positions that restart at 0 with every document"
-            )
         if self._passes is None:
             raise UsageError(
                 f"attention of layer {self.layer} does not know its ranks: use balance(model_spec) in the "
                 "configuration, or bind(model, group) after the model is built"
             )
         q_TNH, k_TNH, v_TNH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+        options["out_transform"] = out_transform
+        with self._passes.telling_others(q_TNH, k_TNH, layer=self.layer):
+            _check_call(self.layer, attention_masks, options)
         out_TNH = self._passes.attention(
             q_TNH,
             k_TNH,
@@ -105,6 +99,18 @@ class BalancedAttention(VarlenAttention):  # type: ignore[misc]
         )
         out_BLNH: Tensor = out_TNH.view(q_BLNH.shape)
         return out_BLNH
+
+
+def _check_call(layer: int, attention_masks: Any, options: Mapping[str, Any]) -> None:
+    """Refuse arguments that would change the result and are not honoured, and a batch without documents."""
+    refused = [name for name, value in options.items() if value is not None]
+    if refused:
+        raise UsageError(f"attention of layer {layer}: {', '.join(refused)} cannot be honoured")
+    if not isinstance(attention_masks, VarlenMetadata):
+        raise UsageError(
+            f"attention of layer {layer}: attention_masks of type {type(attention_masks).__name__}, expected "
+            "VarlenMetadata: batches need positions that restart at 0 with every document"
+        )
 
 
 class BalancedAttentionConverter(ModelConfigConverter):  # type: ignore[misc]

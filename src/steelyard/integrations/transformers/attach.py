@@ -8,7 +8,6 @@ however many are in flight.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from steelyard.balance import Balancer
-from steelyard.collectives import twin_group
 from steelyard.errors import SteelyardError, UsageError
+from steelyard.integrations.joining import Joined, check_policy, join, told
 from steelyard.integrations.transformers.batch_plan import BatchPlan, ForwardPass, Note
 from steelyard.integrations.transformers.collate import collate, count_labels
 from steelyard.integrations.transformers.documents import Documents, read_documents
@@ -64,6 +63,13 @@ def attach(
     """
     inner = _language_model(model)
     check_features(inner)
+    check_policy("attach", policy)
+    for name, given in (("group", group), ("planning_group", planning_group)):
+        if given is not None and not isinstance(given, dist.ProcessGroup):
+            raise UsageError(
+                f"attach: {name} is of type {type(given).__name__}, expected a process group such as "
+                "torch.distributed.group.WORLD, or None"
+            )
     if isinstance(getattr(inner, _ATTRIBUTE, None), Attachment):
         raise UsageError(f"attach: this {type(inner).__name__} is attached already; call its `detach` first")
     if group is None and dist.is_initialized():
@@ -75,27 +81,32 @@ def attach(
         )
     parameter = next(inner.parameters())
     shape = attention_shape(inner.config, parameter.element_size())
-    alone = group is None or dist.get_world_size(group) == 1
-    balancer = Balancer(
-        _group_for_transfers(group, planning_group, parameter.device, timeout_s),
-        shape=shape,
-        tolerance=tolerance,
-        policy=policy,
-        backend=backend,
-        dtype=parameter.dtype,
-        device=parameter.device,
-        timeout_s=timeout_s,
-        planning_group=planning_group,
-        store=None if alone else _shared_store(),
-        speeds=speeds,
-        memory=memory,
-        meter=meter,
-    )
+    joined = join(group, planning_group, parameter.device, timeout_s)
+    try:
+        balancer = Balancer(
+            joined.transfers,
+            shape=shape,
+            tolerance=tolerance,
+            policy=policy,
+            backend=backend,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            timeout_s=timeout_s,
+            planning_group=joined.planning,
+            store=joined.store(),
+            speeds=speeds,
+            memory=memory,
+            meter=meter,
+        )
+    except BaseException:
+        joined.release()
+        raise
     try:
         check_kernels(inner.config, balancer, shape)
-        return Attachment(inner, balancer)
+        return Attachment(inner, balancer, joined)
     except BaseException:
         balancer.close()
+        joined.release()
         raise
 
 
@@ -108,12 +119,12 @@ class Attachment:
         report: how the steps were balanced, for logs.
     """
 
-    def __init__(self, model: PreTrainedModel, balancer: Balancer) -> None:
-        self.model, self.balancer = model, balancer
+    def __init__(self, model: PreTrainedModel, balancer: Balancer, joined: Joined) -> None:
+        self.model, self.balancer, self._joined_groups = model, balancer, joined
         self.report = BalanceReport(balancer.ranks)
         self._alone: Balancer | None = None
         self._local = False
-        self._last_plan_s = time.perf_counter()
+        self._last_plan_s = balancer.meter.clock()
         AttentionInterface.register(NAME, attention_forward)
         AttentionMaskInterface.register(NAME, check_mask)
         self._before = str(model.config._attn_implementation)
@@ -147,6 +158,8 @@ class Attachment:
             leaves less to move: run them in the order of `BatchPlan.index` then.
         """
         with self.telling_others(reorder=reorder):
+            if isinstance(batches, (Mapping, str)) or not isinstance(batches, Sequence) or not batches:
+                raise UsageError("plan_together: expected a list of one or more batches; `plan` takes a single one")
             documents = [read_documents(batch) for batch in batches]
             note = self._note(batches, documents)
         balancer = self._balancer()
@@ -166,40 +179,55 @@ class Attachment:
         try:
             yield
         except Exception as error:
-            failure = str(error) if isinstance(error, SteelyardError) else f"{type(error).__name__}: {error}"
             with suppress(SteelyardError):  # the error of this rank is the one to report
-                self._balancer().plan([], replace(self._note([], []), failure=failure), reorder=reorder)
+                self._balancer().plan([], replace(self._note([], []), failure=told(error)), reorder=reorder)
             raise
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Batches with their plans, each planned in the background while the one before is computed. Collective: every
-        rank iterates, over as many batches. If a rank cannot read a batch, that rank's error is raised, and on the
-        others a `PeerError` that names it, where this batch was due."""
+        rank iterates. Ranks may have different numbers of batches: one that has none left is handed batches without
+        labels (`collate([])`) until no rank has any, so all take as many steps. If a rank cannot read a batch, that
+        rank's error is raised, and on the others a `PeerError` that names it, where this batch was due.
+
+        Raises:
+            UsageError: lengths and transfers have the same group: from two threads they would get mixed up.
+        """
+        balancer = self._balancer()
+        if balancer.ranks > 1 and balancer.planning_group is balancer.group:
+            raise UsageError(
+                "prefetch plans on a thread, and planning_group is the group of the transfers: give attach another "
+                "gloo group of the same ranks as planning_group, or none"
+            )
         ahead: dict[str, Any] | None = None
         source: Iterator[Mapping[str, Any]] | None = None
         failure: Exception | None = None
         while failure is None:
             planned: dict[str, Any] | None = None
+            idle = False
             try:
                 with self.telling_others():
-                    source = iter(batches) if source is None else source
-                    batch = next(source, None)
-                    if batch is None:
-                        break
+                    source = _batches(batches) if source is None else source
+                    given = next(source, None)
+                    idle = given is None
+                    batch = given if given is not None else _nothing(self.balancer.device)
                     documents = read_documents(batch)
-                    note = self._note([batch], [documents])
+                    note = replace(self._note([batch], [documents]), idle=idle)
+                if ahead is not None:  # raises if a rank could not plan it: that rank will not plan another one now
+                    ahead["steelyard_plan"].step  # noqa: B018
                 step = self._balancer().prefetch([documents.lengths], note)
-                plan = BatchPlan(self._balancer(), documents, step, on_step=self.report.add)
+                plan = BatchPlan(self._balancer(), documents, step, on_step=None if idle else self.report.add)
                 planned = {**batch, "steelyard_plan": plan}
             except Exception as error:
                 failure = error
             if ahead is not None:  # also before an error: the others compute this batch, and wait for our rows
                 yield ahead
             ahead = planned
+            if idle and failure is None:
+                if all(note.idle for note in plan.step.notes):
+                    return
+                self.report.add(plan.step)
         if failure is not None:
             raise failure
-        if ahead is not None:
-            yield ahead
 
     def evaluate(self, batches: Iterable[Mapping[str, Any]]) -> float:
         """Mean loss over the labelled tokens of all ranks' batches. Collective, and ranks may have different numbers of
@@ -228,7 +256,7 @@ class Attachment:
         source: Iterator[Mapping[str, Any]] | None = None
         while True:
             with self.telling_others():
-                source = iter(batches) if source is None else source
+                source = _batches(batches) if source is None else source
                 given = next(source, None)
                 batch = given if given is not None else collate([])
                 documents = read_documents(batch)
@@ -260,12 +288,14 @@ class Attachment:
             self.model.set_attn_implementation(NAME)
 
     def detach(self) -> None:
-        """Give the model its own attention back for good."""
+        """Give the model its own attention back for good, on every rank and after the last backward pass: the groups
+        that `attach` made are destroyed, if they are gloo groups of all ranks."""
         self.model.set_attn_implementation(self._before)
         for hook in self._hooks:
             hook.remove()
         delattr(self.model, _ATTRIBUTE)
         self.balancer.close()
+        self._joined_groups.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return self  # a copy of the model takes part in the same balancing; process groups cannot be copied
@@ -278,7 +308,7 @@ class Attachment:
         return self._alone
 
     def _note(self, batches: Sequence[Mapping[str, Any]], documents: Sequence[Documents]) -> Note:
-        now_s = time.perf_counter()
+        now_s = self.balancer.meter.clock()
         wall_s, self._last_plan_s = now_s - self._last_plan_s, now_s
         return Note(
             records=torch.is_grad_enabled(),
@@ -342,6 +372,19 @@ def _language_model(model: nn.Module) -> PreTrainedModel:
     return seen
 
 
+def _batches(given: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    if isinstance(given, (Mapping, str)) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"batches of type {type(given).__name__}: expected several batches, such as [batch] or a DataLoader"
+        )
+    return iter(given)
+
+
+def _nothing(device: torch.device) -> dict[str, Any]:
+    """A batch without documents."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in collate([]).items()}
+
+
 def _is_model(part: nn.Module) -> bool:
     return isinstance(part, PreTrainedModel)
 
@@ -361,21 +404,3 @@ def _device_of(batch: Mapping[str, Any]) -> torch.device:
     tokens = tokens if isinstance(tokens, Tensor) else batch["inputs_embeds"]
     assert isinstance(tokens, Tensor)
     return tokens.device
-
-
-def _group_for_transfers(
-    group: dist.ProcessGroup | None, planning: dist.ProcessGroup | None, device: torch.device, timeout_s: float
-) -> dist.ProcessGroup | None:
-    """None for one rank alone. Otherwise a group of the same ranks: on the one that sums gradients, the place of an
-    exchange among the sums would depend on when a bucket fills."""
-    if group is None or dist.get_world_size(group) == 1:
-        return None
-    if planning is not None:
-        return group
-    return twin_group(group, "gloo" if device.type == "cpu" else dist.get_backend(group), timeout_s)
-
-
-def _shared_store() -> dist.Store | None:
-    """The store of the default group, to name who is missing; None where this torch keeps it elsewhere."""
-    read = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return dist.PrefixStore("steelyard-transformers", read()) if read is not None else None

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from steelyard.balance import Balancer, Kernel, NanoBatchAttention, NanoBatchPlan, StepPlan
-from steelyard.errors import PeerError, UsageError
+from steelyard.errors import UsageError
+from steelyard.integrations.joining import raise_if_told
 from steelyard.integrations.transformers.documents import Documents, rows_tensor
 
 
@@ -70,18 +71,22 @@ class BatchPlan:
 
         Raises:
             PeerError: a rank did not come to plan, or could not.
-            UsageError: some ranks train while others evaluate.
+            UsageError: some ranks train while others evaluate, or they have different numbers of batches.
         """
         step = self._step if isinstance(self._step, StepPlan) else self._step.result()
-        failures = [(r, n.failure) for r, n in enumerate(step.notes) if isinstance(n, Note) and n.failure is not None]
-        if failures:
-            raise PeerError(f"rank {failures[0][0]} cannot take the step: {failures[0][1]}")
+        raise_if_told(step.notes)
         modes = [note.records for note in step.notes if isinstance(note, Note)]
         if len(set(modes)) > 1:
             names = ", ".join(f"rank {r} {'trains' if mode else 'evaluates'}" for r, mode in enumerate(modes))
             raise UsageError(
                 f"planning of step {step.step}: {names}; every rank must take the same step at the same time. To run a "
                 "model on some ranks only, put it into `with attached.local():`"
+            )
+        counts = [len(note.labels) for note in step.notes if isinstance(note, Note)]
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"planning of step {step.step}: the ranks came with {', '.join(map(str, counts))} batches; every rank "
+                "must take as many forward passes as the others: a rank without documents takes one of collate([])"
             )
         if self._on_step is not None:
             self._on_step(step)
@@ -115,7 +120,15 @@ class ForwardPass:
     def __init__(self, attention: NanoBatchAttention, batch_shape: tuple[int, int], rows_T: Tensor | None) -> None:
         self.attention, self.batch_shape, self.rows_T = attention, batch_shape, rows_T
 
-    def attend(self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, layer: int | None, kernel: Kernel) -> Tensor:
+    def attend(
+        self,
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        layer: int | None,
+        kernel: Kernel,
+        sink_N: Tensor | None = None,
+    ) -> Tensor:
         """Attention output (B, L, N, H); 0 in padding."""
         expected, shapes = self.batch_shape, [(x.shape[0], x.shape[2]) for x in (q_BNLH, k_BKLH, v_BKLH)]
         if any(shape != expected for shape in shapes):
@@ -126,10 +139,10 @@ class ForwardPass:
             )
         q_XNH, k_XKH, v_XKH = (_flat(x) for x in (q_BNLH, k_BKLH, v_BKLH))
         if self.rows_T is None:
-            out_XNH = self.attention(q_XNH, k_XKH, v_XKH, layer=layer, kernel=kernel)
+            out_XNH = self.attention(q_XNH, k_XKH, v_XKH, layer=layer, kernel=kernel, sink_N=sink_N)
         else:
             q_TNH, k_TKH, v_TKH = (x.index_select(0, self.rows_T) for x in (q_XNH, k_XKH, v_XKH))
-            out_TNH = self.attention(q_TNH, k_TKH, v_TKH, layer=layer, kernel=kernel)
+            out_TNH = self.attention(q_TNH, k_TKH, v_TKH, layer=layer, kernel=kernel, sink_N=sink_N)
             out_XNH = out_TNH.new_zeros(q_XNH.shape).index_copy(0, self.rows_T, out_TNH)
         return out_XNH.view(*expected, *out_XNH.shape[1:])
 

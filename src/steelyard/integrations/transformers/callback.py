@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from steelyard.errors import UsageError
 from steelyard.integrations.transformers.attach import Attachment
 
 
@@ -17,9 +18,17 @@ class BalanceCallback(TrainerCallback):
 
     Args:
         attachment: of the model that is trained.
+
+    Raises:
+        UsageError: something else was given.
     """
 
     def __init__(self, attachment: Attachment) -> None:
+        if not isinstance(attachment, Attachment):
+            raise UsageError(
+                f"BalanceCallback({type(attachment).__name__}): expected what attach returned, as in "
+                "BalanceCallback(attached)"
+            )
         self._attachment = attachment
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,13 @@ def collate(docs: Sequence[Any]) -> dict[str, Any]:
         the same. Without any token: one token of id 0 that is not learned, so that a rank without data can take part.
 
     Raises:
-        UsageError: labels that do not fit their tokens.
+        UsageError: what is no document, or labels that do not fit their tokens.
     """
+    if isinstance(docs, (str, bytes, Mapping)) or not isinstance(docs, Iterable):
+        raise UsageError(
+            f"collate: documents of type {type(docs).__name__}, expected a list of documents: token ids, or mappings "
+            "with input_ids"
+        )
     tokens, labels = [], []
     for number, doc in enumerate(docs):
         doc_tokens, doc_labels = _document(doc, number)
@@ -72,7 +77,13 @@ def label_count(batch: Mapping[str, Any], group: dist.ProcessGroup | None = None
 
 
 def count_labels(batch: Mapping[str, Any]) -> int:
-    """Labels that count in the loss of this batch; 0 without labels."""
+    """Labels that count in the loss of this batch; 0 without labels.
+
+    Raises:
+        UsageError: not a batch.
+    """
+    if not isinstance(batch, Mapping):
+        raise UsageError(f"a batch of type {type(batch).__name__}: expected a mapping, such as what collate returns")
     shifted, labels = batch.get("shift_labels"), batch.get("labels")
     if isinstance(shifted, Tensor):
         return int((shifted != IGNORED_LABEL).sum())
@@ -82,20 +93,46 @@ def count_labels(batch: Mapping[str, Any]) -> int:
 def _document(doc: Any, number: int) -> tuple[IntArray, IntArray]:
     """Tokens and labels (not shifted) of one document, int64 of one length."""
     if not isinstance(doc, Mapping):
-        tokens = _column(doc)
+        tokens = _column(doc, number, "token ids")
         return tokens, tokens.copy()
-    tokens = _column(doc["input_ids"])
-    labels = _column(doc["labels"]) if doc.get("labels") is not None else tokens.copy()
+    if doc.get("input_ids") is None:
+        raise UsageError(
+            f"collate: document {number} has {', '.join(map(str, doc)) or 'nothing'} and no input_ids; tokenise it "
+            "first (with a Trainer: remove_unused_columns=False)"
+        )
+    tokens = _column(doc["input_ids"], number, "input_ids")
+    labels = _column(doc["labels"], number, "labels") if doc.get("labels") is not None else tokens.copy()
     if len(labels) != len(tokens):
         raise UsageError(f"collate: document {number} has {len(tokens)} tokens and {len(labels)} labels")
     if doc.get("attention_mask") is not None:
-        real = _column(doc["attention_mask"]) != 0
+        real = _column(doc["attention_mask"], number, "attention_mask") != 0
+        if len(real) != len(tokens):
+            raise UsageError(
+                f"collate: document {number} has {len(tokens)} tokens and an attention_mask of {len(real)}"
+            )
         tokens, labels = tokens[real], labels[real]
     return tokens, labels
 
 
-def _column(values: Any) -> IntArray:
-    return np.array(values, dtype=np.int64).reshape(-1)
+def _column(values: Any, number: int, name: str) -> IntArray:
+    """Whole numbers of one document, int64.
+
+    Raises:
+        UsageError: anything else, also several rows of them: those are several documents.
+    """
+    given = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+    try:
+        column = np.array(given if isinstance(given, np.ndarray) else list(given))
+    except (TypeError, ValueError):
+        column = np.array("")
+    one = column.ndim == 1 or (column.ndim == 2 and len(column) == 1)
+    if isinstance(values, (str, bytes)) or not one or (column.size and column.dtype.kind not in "iub"):
+        shown = f"shape {column.shape}" if column.ndim > 1 else " ".join(repr(values).split())[:40]
+        raise UsageError(
+            f"collate: {name} of document {number}: {shown}; expected whole numbers in a row, such as [5, 3, 8]"
+            + ("; a document for each row" if column.ndim > 1 else "")
+        )
+    return column.astype(np.int64).reshape(-1)
 
 
 def _row(column: IntArray) -> Tensor:

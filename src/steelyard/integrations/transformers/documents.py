@@ -41,6 +41,10 @@ def read_documents(batch: Mapping[str, Any]) -> Documents:
     Raises:
         UsageError: a mask, positions or sequence lengths that cannot be honoured; says what to give instead.
     """
+    if not isinstance(batch, Mapping):
+        raise UsageError(
+            f"a batch of type {type(batch).__name__}: expected a mapping with input_ids, such as what collate returns"
+        )
     shape = _batch_shape(batch)
     mask_BL = _padding(batch.get("attention_mask"), shape)
     cu_seq_lens = batch.get("cu_seq_lens_q")
@@ -53,6 +57,7 @@ def read_documents(batch: Mapping[str, Any]) -> Documents:
         return Documents(_lengths_of(cu_seq_lens, shape), shape)
     starts_BL = _document_starts(batch.get("position_ids"), shape)
     if mask_BL is None:
+        _refuse_parts(batch.get("position_ids"), starts_BL)
         starts = np.flatnonzero(starts_BL)
         return Documents(tuple(np.diff(np.append(starts, starts_BL.size)).tolist()), shape)
     return _without_padding(starts_BL, mask_BL, batch.get("position_ids"), shape)
@@ -88,6 +93,10 @@ def _padding(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
 
 def _lengths_of(cu_seq_lens: Any, shape: tuple[int, int]) -> tuple[int, ...]:
     bounds = np.asarray(cu_seq_lens.detach().to("cpu") if isinstance(cu_seq_lens, Tensor) else cu_seq_lens)
+    if bounds.dtype.kind not in "iu":
+        raise UsageError(
+            f"cu_seq_lens_q of dtype {bounds.dtype}, expected whole numbers from 0 to {shape[0] * shape[1]}"
+        )
     bounds = bounds.reshape(-1).astype(np.int64)
     tokens = shape[0] * shape[1]
     if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != tokens or (np.diff(bounds) < 0).any():
@@ -110,6 +119,8 @@ def _document_starts(position_ids: Any, shape: tuple[int, int]) -> np.ndarray:
     starts_BL[:, :1] = True
     if position_ids is None:
         return starts_BL
+    if not isinstance(position_ids, Tensor):
+        raise UsageError(f"position_ids of type {type(position_ids).__name__}, expected a tensor of shape {shape}")
     if position_ids.dim() != 2 or position_ids.shape[1] != shape[1] or position_ids.shape[0] not in (1, shape[0]):
         raise UsageError(
             f"position_ids of shape {tuple(position_ids.shape)} for tokens of shape {shape}: expected one position per "
@@ -118,6 +129,23 @@ def _document_starts(position_ids: Any, shape: tuple[int, int]) -> np.ndarray:
     positions = position_ids.detach().to("cpu").numpy()
     starts_BL[:, 1:] |= np.diff(positions, axis=1) != 1
     return starts_BL
+
+
+def _refuse_parts(position_ids: Any, starts_BL: np.ndarray) -> None:
+    """Refuse positions that jump to another number than 0 inside a row: the tokens before and after may be parts of
+    one document (a head–tail layout of context parallelism), and would not see each other."""
+    if position_ids is None:
+        return
+    positions_BL = np.broadcast_to(position_ids.detach().to("cpu").numpy(), starts_BL.shape)
+    jumps = np.argwhere(starts_BL[:, 1:] & (positions_BL[:, 1:] != 0))
+    if len(jumps):
+        row, column = jumps[0]
+        before, after = positions_BL[row, column : column + 2]
+        raise UsageError(
+            f"position_ids go from {before} to {after} at column {column + 1} of row {row}: a document starts at 0, so "
+            "this may be a part of one; leave documents whole (no context parallelism beside Steelyard), or say where "
+            "they end by cu_seq_lens_q"
+        )
 
 
 def _without_padding(

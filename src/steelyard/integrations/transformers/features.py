@@ -88,11 +88,6 @@ def _obstacles(model: nn.Module) -> Iterator[tuple[str, str]]:
     layer_types = set(getattr(config, "layer_types", None) or ())
     if strange := sorted(str(t) for t in layer_types - _LAYER_TYPES):
         yield f"layers of type {', '.join(strange)}", f"only {' and '.join(sorted(_LAYER_TYPES))} layers are balanced"
-    if any(getattr(module, "sinks", None) is not None for module in model.modules()):
-        yield (
-            "attention sinks (a learned logit per head in the softmax)",
-            'they are not balanced yet: train it with its own attention ("eager" or a flash kernel)',
-        )
     if getattr(config, "kv_lora_rank", None):
         yield "latent attention (kv_lora_rank)", "keys and values have different sizes there, which is not supported"
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "absolute") != "absolute":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -55,11 +56,18 @@ class PingPong(nn.Module):
                 raise
             return getattr(super().__getattr__("model"), name)
 
-    def forward(self, *, halves: Sequence[Mapping[str, Any]] | None = None, **batch: Any) -> CausalLMOutput:
+    def forward(
+        self,
+        *unnamed: Any,
+        halves: Sequence[Mapping[str, Any]] | None = None,
+        labels: Tensor | None = None,
+        **batch: Any,
+    ) -> CausalLMOutput:
         """Loss and, without gradients, logits of a batch.
 
         Args:
             halves: two batches of this rank that go alternately, instead of one that is split. Every rank gives two.
+            labels: of the batch; named here because a `Trainer` evaluates the loss of models that name them.
             batch: what the model takes, packed into one row or several. It is split between the documents nearest to
                 the middle. `num_items_in_batch` divides the sum of losses; without it the loss is this rank's mean.
 
@@ -68,8 +76,15 @@ class PingPong(nn.Module):
                 layer, or a model that draws random numbers in forward.
         """
         _refuse_resharding(self.model)
+        if unnamed:
+            raise UsageError(
+                f"PingPong: called with a {type(unnamed[0]).__name__}; give the batch by name, as in together(**batch)"
+            )
         items = batch.pop("num_items_in_batch", None)
+        if labels is not None:
+            batch["labels"] = labels
         with self._attachment.telling_others(reorder=self._reorder):
+            _refuse_dropout(self.model)
             halves, padded = _halves_of(halves, batch)
             counts = [count_labels(half) for half in halves]
         total = items if items is not None else max(1, sum(counts))
@@ -174,6 +189,17 @@ def _random_state(device: torch.device) -> Tensor:
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device).cpu())
     return torch.cat(states)
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    """Before anything is computed; what else draws random numbers is found after the forward pass."""
+    for name, part in model.named_modules():
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            raise UsageError(
+                f"PingPong: the model draws random numbers in forward ({name} is {type(part).__name__}, p={part.p:g}); "
+                "two halves would draw them in another order than one after the other: set dropout to 0, or train "
+                "without PingPong"
+            )
 
 
 def _refuse_resharding(model: nn.Module) -> None:

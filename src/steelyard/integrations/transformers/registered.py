@@ -17,7 +17,23 @@ from steelyard.integrations.transformers.batch_plan import ForwardPass
 NAME = "steelyard"
 """What the attention is registered as: `model.config._attn_implementation` while a model is attached."""
 
-_NOT_OURS = ("s_aux", "position_bias", "head_mask", "alibi")
+_NOT_OURS = ("position_bias", "head_mask", "alibi", "sinks", "indices", "block_indices")
+"""What some models hand over that changes the result: biases, sinks of their own for every token, chosen keys only."""
+
+_NO_MATTER = frozenset(
+    {
+        # Where documents are was read from the batch (`documents`).
+        "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "seq_idx", "token_type_ids",
+        # Of the model around attention: losses, what is returned, caches (which are refused when the model is called).
+        "labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "output_attentions",
+        "output_hidden_states", "output_router_logits", "use_cache", "cache_position", "past_key_values",
+        "past_key_value", "layer_idx", "input_ids", "hidden_state", "position_embeddings", "special_tokens_mask",
+        # How a kernel computes, not what.
+        "deterministic",
+    }
+)  # fmt: skip
+"""What reaches the layers and does not change what attention computes. Anything else that is given is refused: what we
+do not know may change the result."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -32,10 +48,13 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     steelyard_plan: ForwardPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What Transformers calls in each layer: q (B, N, L, H), k and v (B, K, L, H) to (B, L, N, H).
+
+    `s_aux` are attention sinks (GPT-OSS): (N,) logits of one more key per head that takes weight and has no value.
 
     Raises:
         UsageError: the call asks for another function than the plan's, or comes from a model that is not attached.
@@ -56,12 +75,19 @@ def attention_forward(
             raise UsageError(
                 f"attention: {name} is given, which is not computed; train this model with its own attention"
             )
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _NO_MATTER)
+    if unknown:
+        raise UsageError(
+            f"attention of {type(module).__name__}: {', '.join(unknown)} is given, and it is not known whether that "
+            "changes the result; leave it out of the batch, or, where the model adds it, train with its own attention"
+        )
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as torch does for its own attention operators
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layer = getattr(module, "layer_idx", None)
-    return steelyard_plan.attend(query, key, value, layer, Kernel(scaling, sliding_window, softcap)), None
+    kernel = Kernel(scaling, sliding_window, softcap)
+    return steelyard_plan.attend(query, key, value, layer, kernel, s_aux), None
 
 
 def check_mask(

@@ -1,0 +1,103 @@
+"""How the ranks of an adapter are joined: their groups, the store that names who is missing, and news of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard.collectives import twin_group
+from steelyard.errors import PeerError, SteelyardError, UsageError
+from steelyard.planner import POLICIES
+
+_IN_PLACE = ("balanced", "packed", "reference")
+"""Policies that leave tokens where the data loader put them; the others are planned and compared, not carried out."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The groups of one balancer.
+
+    Attributes:
+        transfers: where rows are exchanged; None: one rank alone.
+        planning: a gloo group of the same ranks, for lengths; None: one rank alone.
+        made: those that were made here.
+    """
+
+    transfers: dist.ProcessGroup | None
+    planning: dist.ProcessGroup | None
+    made: tuple[dist.ProcessGroup, ...] = ()
+
+    def store(self) -> dist.Store | None:
+        """The store of the default group, to name who is missing; None where this torch keeps it elsewhere. Keys of
+        different groups, and of balancers that follow each other on one group, are kept apart."""
+        read = getattr(dist.distributed_c10d, "_get_default_store", None)
+        if self.transfers is None or read is None:
+            return None
+        store, name = read(), f"steelyard-progress/{self.transfers.group_name}"
+        turn = store.add(f"{name}/turns of {dist.get_rank()}", 1)
+        return dist.PrefixStore(f"{name}/{turn}", store)
+
+    def release(self) -> None:
+        """End the threads and sockets of the groups that were made here, once no transfer is left.
+
+        Only gloo's, which end without the other ranks, and only groups of all ranks: torch names a group of some after
+        the number of groups there are, so the next one would get the name, and find the addresses, of one destroyed.
+        """
+        for group in self.made:
+            whole = dist.is_initialized() and dist.get_world_size(group) == dist.get_world_size()
+            if whole and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
+
+
+def join(
+    group: dist.ProcessGroup | None, planning: dist.ProcessGroup | None, device: torch.device, timeout_s: float
+) -> Joined:
+    """Groups for a balancer of the ranks of `group`. Collective.
+
+    Transfers get a group of their own: among the sums of gradients the place of an exchange would depend on when a
+    bucket fills. With `planning` no group is made.
+
+    Raises:
+        PeerError, UsageError: as `twin_group`.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return Joined(None, planning)
+    if planning is not None:
+        return Joined(group, planning)
+    backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
+    made = (twin_group(group, backend, timeout_s), twin_group(group, "gloo", timeout_s))
+    return Joined(*made, made)
+
+
+def check_policy(where: str, policy: str) -> None:
+    """Refuse a policy that cannot be carried out, before any rank waits for a plan.
+
+    Raises:
+        UsageError: names it.
+    """
+    if policy in POLICIES and policy not in _IN_PLACE:
+        raise UsageError(
+            f"{where}: policy={policy!r} places the tokens of documents elsewhere than they are, so it can be planned "
+            f"and compared (`steelyard plan`) but not carried out here; use one of {', '.join(_IN_PLACE)}"
+        )
+
+
+def told(error: Exception) -> str:
+    """What the other ranks are told of an error of this one."""
+    return str(error) if isinstance(error, SteelyardError) else f"{type(error).__name__}: {error}"
+
+
+def raise_if_told(notes: Iterable[Any]) -> None:
+    """Look for a rank that said with its lengths (`failure` of its note) that it cannot take part.
+
+    Raises:
+        PeerError: names it and says why.
+    """
+    for rank, note in enumerate(notes):
+        failure = getattr(note, "failure", None)
+        if failure is not None:
+            raise PeerError(f"rank {rank} cannot take the step: {failure}")

@@ -1,0 +1,84 @@
+"""One rank's part of the tests of how adapters join ranks.
+
+Runs on all of the pool's workers: torch cannot always make groups of some.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers_ranks as tiny_models
+
+import steelyard.integrations.transformers as st
+from steelyard.balance import Kernel
+from steelyard.errors import SteelyardError
+from steelyard.integrations.offset_passes import BalancerOptions, OffsetPasses
+
+
+def passes_of(group: dist.ProcessGroup, timeout_s: float) -> OffsetPasses:
+    passes = OffsetPasses(group, BalancerOptions(tolerance=0.0, timeout_s=timeout_s))
+    for layer in (0, 1):
+        passes.add_layer(layer)
+    return passes
+
+
+def bad_offsets_on_rank_1(rank: int, ranks: int, group: dist.ProcessGroup, passes_before: int) -> dict[str, Any]:
+    """What each rank raises, how long that took, and whether the next pass goes through."""
+    passes = passes_of(group, 60.0)
+    x = torch.randn(6, 2, 8)
+
+    def one_pass(bounds: list[int]) -> None:
+        offsets = torch.tensor(bounds)
+        for layer in (0, 1):
+            passes.attention(x, x, x, offsets, layer=layer, kernel=Kernel())
+
+    for _ in range(passes_before):
+        one_pass([0, 2, 6])
+    begin_s = time.monotonic()
+    try:
+        one_pass([0, 2, 5] if rank == 1 else [0, 2, 6])
+        error = "none"
+    except SteelyardError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    took_s = time.monotonic() - begin_s
+    one_pass([0, 6])
+    passes.close()
+    return {"error": error, "took_s": took_s}
+
+
+def rank_1_leaves_after_the_first_layer(rank: int, ranks: int, group: dist.ProcessGroup) -> str:
+    """What the others raise."""
+    passes = passes_of(group, 2.0)
+    length = 2 if rank == 1 else 30
+    x, offsets = torch.randn(length, 2, 8), torch.tensor([0, length])
+    passes.attention(x, x, x, offsets, layer=0, kernel=Kernel())
+    error = "none"
+    if rank == 1:
+        time.sleep(8)  # longer than the time-out and the look for who is missing
+    else:
+        try:
+            passes.attention(x, x, x, offsets, layer=1, kernel=Kernel())
+        except SteelyardError as raised:
+            error = str(raised)
+    passes.balancer.close()
+    return error
+
+
+def threads_after_attaching(rank: int, ranks: int, group: dist.ProcessGroup, times: int) -> list[int]:
+    """Threads of this process after each of several times a model was attached, called and detached."""
+    model, found = tiny_models.tiny(), []
+    batch = st.collate([[1, 2, 3], [4, 5]] if rank else [[1] * 20])
+    for _ in range(times):
+        attached = st.attach(model, group, timeout_s=60)
+        model(**batch, num_items_in_batch=1).loss.backward()
+        attached.detach()
+        del attached
+        gc.collect()
+        found.append(len(list(Path(f"/proc/{os.getpid()}/task").iterdir())))
+    return found
