@@ -49,6 +49,12 @@ def test_plan_takes_whole_numbers_of_any_kind() -> None:
     assert steelyard.plan([(np.int64(0), 0, 5, 1)]).layout.shard_rank.tolist() == [1]
 
 
+def test_lists_that_cannot_be_shards_are_lengths() -> None:
+    rows = [[0, 0, 9, 5], [1, 9, 9, 1]]  # document 1 would begin at 9
+    assert steelyard.plan(rows).layout.doc_lengths.tolist() == [9, 5, 1, 9, 9, 1]
+    assert steelyard.plan([[4, 4, 4, 1]]).layout.docs == 4
+
+
 def test_plan_takes_an_objective() -> None:
     layout = [[16_384], [512] * 200, [512] * 200, [8_192] * 2]
     pairs, time = (
@@ -124,7 +130,23 @@ def test_plan_takes_what_the_planner_takes() -> None:
         ([[5]], {"device": "h200"}, "device=h200 has a meaning with objective=time only"),
         ([[5]], {"objective": "time", "device": "h20"}, "unknown device 'h20'; did you mean 'h200'"),
         ([[5]], {"objective": "time", "device": "h200", "policy": "wlb"}, "'time' with policy 'balanced'"),
-        ([[5]], {"objective": "speed"}, "objective='speed'"),
+        ([[5]], {"objective": "speed"}, "objective='speed', expected 'pairs' or 'time'$"),
+        ([(0, 0, 5, -1)], {}, r"shard \(0, 0, 5, -1\) is on rank -1, expected ranks from 0 on"),
+        (5, {}, "the layout is 5; expected a list of document lengths for each rank"),
+        ("4 5", {}, "the layout is '4 5'"),
+        ({0: [5]}, {}, "the layout is {0: "),
+        ([[5]], {"tolerance": True}, "tolerance=True, expected a number"),
+        ([[5]], {"tolerance": "0.1"}, "tolerance='0.1', expected a number"),
+        ([[5]], {"window": 1.5}, "window=1.5, expected a whole number"),
+        ([[5]], {"window": "4"}, "window='4', expected a whole number"),
+        ([[5]], {"window": True}, "window=True, expected a whole number"),
+        ([[5]], {"ranks": 1.0}, "ranks=1.0, expected a whole number"),
+        ([[5]], {"model": None}, "model=None, expected a name"),
+        ([[5]], {"policy": ["balanced"]}, "policy=.'balanced'., expected a name"),
+        ([[5]], {"topology": 4}, "topology=4, expected a steelyard.domain.topology.Topology"),
+        ([[5]], {"device": 4}, "device=4, expected a name"),
+        ([[0, 0, 4096, 0], [0, 4096, 4096, 1]], {}, "give each shard as a tuple, or leave out lengths of 0"),
+        (np.array([[0, 0, 9, 0], [0, 9, 9, 1]]), {"ranks": 2}, "give each shard as a tuple"),
         ([[5]], {"memory": "forget"}, "memory='forget', expected one of"),
         ([[5]], {"passes": "back"}, "passes='back', expected one of"),
     ],

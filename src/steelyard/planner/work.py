@@ -36,7 +36,7 @@ class RowWork:
 
     @classmethod
     def for_documents(cls, doc_lengths: IntArray, window: int | None, row_keys: int) -> RowWork:
-        """The work of these documents. A window that none of them is longer than is none: the closed forms then hold."""
+        """The work of these documents. A window that none is longer than is none: the closed forms then hold."""
         binds = window is not None and len(doc_lengths) > 0 and window < int(doc_lengths.max())
         return cls(window if binds else None, row_keys)
 
