@@ -35,8 +35,8 @@ class Transfer:
         with exchange.meter.span(f"wait {self._point.phase}", "wait", layer=self._point.layer):
             try:
                 if self._send.is_cuda:
-                    # Makes the stream wait, not the host: given a time-out, NCCL would hold up the host until the rows are
-                    # there, and with it all launches. Its own watchdog ends a job that hangs.
+                    # Makes the stream wait, not the host: given a time-out, NCCL would hold up the host until the rows
+                    # are there, and with it all launches. Its own watchdog ends a job that hangs.
                     self._work.wait()
                 else:
                     self._work.wait(timedelta(seconds=exchange.timeout_s))
