@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from steelyard.plots.simulation import predicted_against_measured
+from steelyard.simulate.microbenchmarks import KERNEL_SOURCES
 from steelyard.simulate.published import points_of
 from steelyard.simulate.reproduce import (
     ASSUMPTIONS,
@@ -47,13 +48,17 @@ PUBLISHED = {
     ("4D", "llama-34b", "pretrain"): "up to 1.15", ("4D", "llama-34b", "prolong"): "up to 1.25",
 }  # fmt: skip
 
+TIME_GOAL, KERNEL_GOAL, TAU_GOAL = 10, 6, 0.8
+GOALS = "Held-out rows of a source; goals: step times and memory 10 %, kernels and collectives 6 %, A100 grids τ 0.8."
+
 INTRODUCTION = """\
 # Results: the simulator against measurements
 
 Written by `python benchmarks/simulator_results.py`; do not edit. `steelyard validate` prints the first table.
 
 Rows called *fitted* are those that constants were fitted on; every constant in `src/steelyard/cost/data` names its
-rows. All other rows are *held out*: nothing was fitted on them. Some of them repeat a fitted configuration on more
+rows. All other rows are *held out*: no constant of a predicted time or size was fitted on them; the profiles'
+`time_error`, the widths of bands, were taken from errors as below. Some of them repeat a fitted configuration on more
 devices or with a later software version. What a source leaves open (kernel, fusion, recomputation) was chosen per
 source from its text, in `simulate/published.py`; those choices, and which rows are excluded, were made with the errors
 in sight."""
@@ -76,23 +81,31 @@ change at a time; nothing was fitted on a speed-up. Found on the way: the public
 
 WHY = """\
 The run tables of the public repository allow a harder test than ratios: absolute step times, baseline and dispatched,
-34B, none of which any constant was fitted on."""
+34B. No constant that a step time is made of was fitted on them. The H200 profile's `time_error`, the width of its
+band, was taken from the mean error of this table, so that the table cannot test the band."""
 
 CONCLUSION = """\
 *What this settles.* The baseline's times are met at every context degree, and they grow with the degree as a gather
-does of which nothing is hidden: of the two free constants, the hidden share is 0. With our planner the dispatched
-times are met without any overhead: the other one is near 0 too, for 34B without a pipeline. `greedy`, our program
-after the publication's description, is slower than the released planner was measured, most on short documents, where
-it loads few servers with most of the transfers; so the rows with our planner are the ones to compare. Errors grow where
-the long *prolong* documents matter most, whose lengths are not shown (512K; 256K and 384K in 4D).
+does of which nothing is hidden: of the two free constants, the hidden share is near 0, for 34B. Errors grow with the
+context: on *pretrain* from 2–5 % to 9 and 10 % at 512K, where the times are predicted too short, and on *prolong* where
+the long documents matter most, whose lengths are not shown (512K; 256K and 384K in 4D), too long.
 
-*What is reproduced.* On the four configurations for which the run tables have both sides, the ratios above, within
-0.06. In 3D the upper end of *prolong* and the lower half of *pretrain*, whose upper end, 1.20, is near a ratio in
-the run tables (34B, 512K) that divides means over 30 and over 7 batches, 24.6 s by 19.8 s; over the same seven it
-is 1.13.
+*What it does not settle.* The overhead of dispatch, the other free constant, is undetermined. The measured dispatched
+steps were planned by the released planner, which is not here. `greedy`, our program after the publication's
+description, is slower in three of the four rows by 15 to 17 % without any overhead, most on short documents, where it
+loads few servers with most of the transfers; our planner is within 2 to 9 % of all four without any overhead, but it
+is another planner, and a better plan with an overhead would give the same times. The column with our planner says what
+our planner would do, not what theirs did.
 
-*What is not.* Published ranges begin higher than ours in 3D, and in 4D they are higher altogether, whatever is
-assumed of packing, recomputation, transfers of the tensor axis, degrees and micro-batches; the row "left to
+*What is reproduced.* The baseline's times, within the errors above. With **our** planner on the dispatched side, the
+ratios of the four configurations for which the run tables have both sides, within 0.06, and in 3D the upper end of
+*prolong* and the lower half of *pretrain*. The published upper end of *pretrain*, 1.20, is near a ratio in the run
+tables (34B, 512K) that divides means over 30 and over 7 batches, 24.6 s by 19.8 s; over the same seven it is 1.13.
+
+*What is not.* The published speed-ups with the published method: with `greedy` 3D gives 0.99–1.06 on *pretrain*
+(published 1.07–1.20) and 0.90–1.03 on *prolong* (published 1.05–1.12), which is no speed-up in the median of the
+second. Also with our planner, published ranges begin higher than ours in 3D, and in 4D they are higher altogether,
+whatever is assumed of packing, recomputation, transfers of the tensor axis, degrees and micro-batches; the row "left to
 explain" says by how much the baseline would have to take longer. Most of what dispatch gains in 4D comes from a
 baseline with few micro-batches: with as many as fit, hardly a bubble is left for it to fill. The run tables have no
 8B rows and no dispatched 4D rows, so that it cannot be told which side differs there."""
@@ -118,6 +131,25 @@ def error_table(reports: Sequence[SourceReport]) -> list[str]:
             f"{percent(v['memory_mean_abs_pct_error'])} | {'' if tau is None else f'{tau:.2f}'} |"
         )
     return lines
+
+
+def missed_goals(reports: Sequence[SourceReport]) -> list[str]:
+    """Held-out figures beyond their goal, worst source by source."""
+    missed = []
+    for report in reports:
+        v = report.as_json()
+        if report.role != "held_out":
+            continue
+        kernels = report.name in KERNEL_SOURCES
+        goal = KERNEL_GOAL if kernels else TIME_GOAL
+        error, memory, tau = v["mean_abs_pct_error"], v["memory_mean_abs_pct_error"], v.get("kendall_tau")
+        if error is not None and error > goal:
+            missed.append(f"- {report.name}: {error:.1f} % mean error (goal {goal} %)")
+        if memory is not None and memory > TIME_GOAL:
+            missed.append(f"- {report.name}: {memory:.1f} % mean error of memory (goal {TIME_GOAL} %)")
+        if report.name.startswith("vtrain") and tau is not None and tau < TAU_GOAL:
+            missed.append(f"- {report.name}: τ {tau:.3f} (goal {TAU_GOAL})")
+    return missed or ["None."]
 
 
 def weak_scaling(reports: Sequence[SourceReport]) -> list[str]:
@@ -291,6 +323,12 @@ def main() -> None:
         "configurations of one model on one number of devices.",
         "",
         *(f"{n} published out-of-memory runs of {name} are called *{v}*." for name, v, n in oom),
+        "",
+        "## Goals that are missed",
+        "",
+        GOALS,
+        "",
+        *missed_goals(reports),
         "",
         "## H100 weak scaling, held-out rows",
         "",

@@ -45,6 +45,11 @@ FILES = {
     "list.json": "[100, 200]",
     "mamba.json": '{"model_type": "mamba"}',
     "a-file": "",
+    "digits.json": "[100, 12345678901234567890123]",
+    "groups.toml": CONFIG.replace("nodes = 2", 'groups = [{device = "H100", nodes = -4}]'),
+    "mixed.toml": CONFIG.replace("nodes = 2", 'slow_ranks = [0]\ngroups = [{device = "H100", nodes = 2}]'),
+    "slow-site.toml": CONFIG + '[[sites]]\nname = "a"\nspeed = 0.0\n',
+    "sites.toml": CONFIG + '[[sites]]\nname = "a"\n',
 }
 MISTAKES = [
     # degrees
@@ -60,6 +65,9 @@ MISTAKES = [
     ("--cluster.devices 7", "the cluster has 7; nearest: data=7, tensor=1"),
     ("--cluster.nodes 100000000", "expected at most 262,144; nearest: nodes=32768"),
     ("--cluster.slow-ranks 99", "slow_ranks holds 99, expected ranks 0 … 3"),
+    ("--cluster.devices 12 --parallel.tensor 8", "the cluster has 12; nearest: data=3, tensor=4, context=1, stage=1"),
+    ("--cluster.devices 48 --parallel.tensor 8 --parallel.stage 36", "needs 36 layers"),
+    ("--cluster.devices 36 --parallel.tensor 4 --parallel.stage 32", "nearest: data=1, tensor=4, context=1, stage=9"),
     # devices
     ("--cluster.device H300", "unknown device 'H300'; did you mean 'h200'?"),
     ("--cluster.device nowhere.toml", "device profile nowhere.toml: there is no such file"),
@@ -87,10 +95,21 @@ MISTAKES = [
     ("--documents.file list.json --documents.sampler batches", "is a list of lengths"),
     ("--documents.file small.json --documents.sampler batches", "the configuration needs 32768 a step"),
     ("--documents.file nowhere.json", "there is no file nowhere.json"),
-    ("--documents.file folder", "cannot be read (Is a directory)"),
+    ("--documents.file folder", "data source folder: nothing to read: expected text files, found no file at all"),
+    ("--documents.file folder --documents.sampler batches", "folder is a folder, sampler='batches' needs batches"),
     ("--documents.median 0", "median=0.0"),
     ("--documents.length 1 --run.chunk-tokens 1000000000", "expected at most 10,000,000; nearest: chunk_tokens="),
+    ("--documents.file digits.json", "digits.json holds 12,345,678,901,234,567,890,123, expected fewer than"),
+    ("--documents.length 2000000000", "expected fewer than 1,073,741,824"),
+    ("--documents.sigma 1e9", "sigma=1000000000.0, longest=32768, expected"),
     # the rest
+    ("--sampling.seed -1", "seed=-1, expected 0 or more; nearest: 0"),
+    ("--sampling.batches 100000000", "batches=100,000,000, expected at most 10,000"),
+    ("--sampling.batches 10000 --documents.length 16", "expected at most 10,000,000 together; nearest: batches=4882"),
+    ("--run.exchange-overhead-s -1", "exchange_overhead_s=-1.0, expected 0 … 10 seconds"),
+    ("--run.exchange-overhead-s 1e9", "expected 0 … 10 seconds of each dispatch; nearest: 10"),
+    ("--run.chunk-tokens 2000000000", "expected 1 … 1,073,741,824"),
+    ("--cluster.slow-factor 1e9", "slow_factor=1000000000.0, expected more than 0 and at most 1,000"),
     ("--model.name llama9", "no built-in model 'llama9'; did you mean"),
     ("--model.name nowhere.json", "there is no file nowhere.json"),
     ("--model.name mamba.json", "model_type='mamba' is not supported; expected one of llama"),
@@ -103,6 +122,11 @@ MISTAKES = [
     ("--paralel.tensor 2", "unknown flag --paralel.tensor; did you mean --parallel.tensor?"),
 ]  # fmt: skip
 OTHER_COMMANDS = [
+    ("simulate groups.toml", "a group of nodes=-4 H100, expected 1 … 262,144; nearest: nodes=1"),
+    ("simulate slow-site.toml", "speed=0.0 of 'a', expected more than 0"),
+    ("advise mixed.toml", "the search does not take cluster.groups, cluster.slow_ranks; leave it out here"),
+    ("advise sites.toml", "the search does not take [[sites]]"),
+    ("advise c.toml --parallel.shard-ranks 2", "the search does not take parallel.shard_ranks"),
     ("advise c.toml --limit 0", "--limit 0: expected at least 1"),
     ("advise c.toml --processes 0", "--processes 0: expected at least 1"),
     ("advise c.toml --tokens-per-step -7", "--tokens-per-step -7: expected at least 1"),

@@ -91,6 +91,17 @@ def test_shapes_from_transformers_files(tmp_path: Path) -> None:
         shape_from_file(tmp_path / "none.json")
 
 
+def test_a_folder_of_documents_is_read_and_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, size in enumerate((99, 9, 499)):
+        (folder / f"{number}.txt").write_text("x" * size)
+    documents = load(SMALL.replace("median = 1000", f'file = "{folder}"'), tmp_path).documents.documents(65536)
+    assert sorted(documents.lengths.tolist()) == [10, 100, 500]  # with the end-of-document token
+    cut = load(SMALL.replace("median = 1000", f'file = "{folder}"\nlongest = 64'), tmp_path).documents.documents(65536)
+    assert sorted(cut.lengths.tolist()) == [10, 64, 64]
+
+
 def test_sites(tmp_path: Path) -> None:
     text = '[sync]\nmode = "diloco"\nperiod = 50\ncompression = "int8"\n'
     text += "".join(f'[[sites]]\nname = "{n}"\nspeed = {s}\nbytes_per_s = 1e10\n' for n, s in (("a", 1.0), ("b", 0.5)))
@@ -115,6 +126,20 @@ def test_advice_is_sorted_and_refusals_are_counted(tmp_path: Path) -> None:
     assert describe(advice.best[0].scenario) == values["best"][0]["configuration"]
     with pytest.raises(UsageError, match="a document has 9000 tokens, more than tokens_per_step=8192; nearest: 9000"):
         advise(load(SMALL.replace("median = 1000", "length = 9000"), tmp_path), tokens_per_step=8192)
+
+
+def test_advice_keeps_what_the_file_says(tmp_path: Path) -> None:
+    text = SMALL.replace("tensor = 4", "tensor = 4\nsequence_parallel = false\ngradient_overlap = false")
+    text = text.replace("[run]", "[run]\nskip_optimizer = true\nkeep_received = false\nhidden_gather = 0.5")
+    advice = advise(load(text, tmp_path), tokens_per_step=131072, limit=8, processes=1)
+    for outcome in advice.outcomes:
+        s = outcome.scenario
+        assert not (s.sequence_parallel or s.gradient_overlap or s.keep_received)
+        assert s.skip_optimizer
+        assert s.hidden_gather == 0.5
+    assert advice.kernel == "fa2"
+    with pytest.raises(UsageError, match=r"does not take cluster\.slow_ranks; leave it out"):
+        advise(load(SMALL.replace("nodes = 2", "nodes = 2\nslow_ranks = [1]"), tmp_path), tokens_per_step=131072)
 
 
 def test_processes_change_nothing(tmp_path: Path) -> None:

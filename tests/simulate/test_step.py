@@ -235,3 +235,23 @@ def test_computing_again_takes_a_forward_pass_more() -> None:
     assert added["token_wise"] == pytest.approx(token_wise / 3, rel=0.01)
     assert added["full"] == pytest.approx(token_wise / 3 + attention, rel=0.01)
     assert added["alternate"] == pytest.approx(added["full"] / 2, rel=0.01)
+
+
+def test_dispatched_attention_is_kept_whatever_is_recomputed() -> None:
+    """Servers never compute attention again, so its outputs must be in memory: a layer kept whole is not possible."""
+    full, token_wise = (run(policy="balanced", recompute=r) for r in ("full", "token_wise"))
+    assert full.memory.activations == token_wise.memory.activations
+    assert full.step_time_s == pytest.approx(token_wise.step_time_s)
+    packed = run(recompute="full").memory.activations
+    kept = MODEL.query_width * 2 + 4 * MODEL.heads
+    assert full.memory.activations - packed == pytest.approx(32768 * MODEL.layers * kept)
+
+
+def test_gathered_keys_that_are_not_kept_are_gathered_again() -> None:
+    axes = {"policy": "per_document_cp", "degrees": Degrees(data=2, context=4)}
+    once, again = (run(recompute=r, **axes) for r in ("token_wise", "full"))
+    seconds = [e.shares["exchange"] * e.step_time_s for e in (once, again)]
+    assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=0.02)
+    ring = [run(recompute=r, context_exchange="ring", **axes) for r in ("token_wise", "full")]
+    assert ring[0].memory.exchange == ring[1].memory.exchange == 0
+    assert once.memory.exchange > again.memory.exchange > 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from steelyard.errors import UsageError
+from steelyard.simulate.microbenchmarks import measurements
 from steelyard.simulate.published import cases_of, points_of
 from steelyard.simulate.validate import Comparison, SourceReport, load_tables, ranking, validate
 
@@ -86,6 +87,28 @@ def test_fitted_rows_are_never_in_the_held_out_report() -> None:
     assert {c.scenario.model.name for c in fitted if c.scenario} == {
         "llama3-8b", "llama3-70b", "nemotron4-15b", "gpt3-175b",
     }  # fmt: skip
+
+
+def test_rows_behind_the_backward_ratio_are_fitted() -> None:
+    found = measurements("kernel_flash_attention", SHIPPED["kernel_flash_attention"])
+    backward = [m for m in found if not m.excluded and "H100" in m.label and " bwd " in m.label]
+    lengths = {
+        role: {int(m.label.split(", ")[1]) for m in backward if m.role == role} for role in ("fitted", "held_out")
+    }
+    assert min(lengths["fitted"]) == 2048
+    assert max(lengths["held_out"]) < 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("torchtitan", "times with a context axis"), ("megatron_lm", "times in deterministic mode")]
+)
+def test_times_that_are_left_out_are_counted_with_their_reason(name: str, reason: str) -> None:
+    cases = cases_of(name, SHIPPED[name])
+    memory_only = [c for c in cases if c.scenario is not None and c.step_time_s is None and not c.out_of_memory]
+    assert memory_only
+    assert all(c.time_excluded.startswith(reason) for c in memory_only)
+    [excluded] = [n for r, n in held_out(name).excluded.items() if r.startswith(reason)]
+    assert excluded == len(memory_only)
 
 
 def test_ranking() -> None:

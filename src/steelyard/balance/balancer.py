@@ -127,6 +127,7 @@ class Balancer:
             self.progress = Progress(store, self.rank, self.ranks, period_s=progress_period_s)
             self.progress.start()
         self.exchange = Exchange(group, progress=self.progress, timeout_s=timeout_s, meter=self.meter)
+        self.agreed: dict[str, object] = {}  # what else must be the same on every rank, by name; compared at each plan
         self._planned_steps = 0
         self._planning = threading.Lock()
         self._planner: Background | None = None
@@ -524,13 +525,18 @@ class Balancer:
         settings = {
             "reorder": reorder, "tolerance": float(self.tolerance), "policy": self.policy, "window": self.window,
             "row_keys": self.row_keys, "speeds": tuple(float(s) for s in self.topology.speeds), "memory": self.memory,
-            "shape": self.shape,
+            "shape": self.shape, "autocast": _autocast(self.device), **self.agreed,
         }  # fmt: skip
         message = Message(kind, content, note, {name: str(value) for name, value in settings.items()})
         return gather(
             message, self.planning_group, self.ranks, step,
             lambda: self.progress.explain(None) if self.progress is not None else "no progress is published",
         )  # fmt: skip
+
+
+def _autocast(device: torch.device) -> str:
+    """The dtype that autocast gives this thread now: ranks that differ would send rows of different sizes."""
+    return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "off"
 
 
 def _layout_of(table: Sequence[tuple[int, ...]], ranks: int) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -63,6 +64,8 @@ def run_checks(
 
 
 def _check_weights(reference: ReferenceMeasure, measures: Sequence[RankMeasure], ranks: int) -> None:
+    if not math.isfinite(reference.fingerprint):
+        raise UsageError("the model has weights that are inf or nan: there is nothing to compare; check what builds it")
     for rank, found in enumerate(measures):
         if found.fingerprint != reference.fingerprint:
             raise UsageError(

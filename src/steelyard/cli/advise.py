@@ -21,8 +21,9 @@ from steelyard.simulate.config import SimulateConfig
 
 DESCRIPTION = """\
 Try the configurations that a model, a cluster and a number of tokens per step allow, and show the best ones with their
-reasons, and how many were refused and why. CONFIG.toml holds model, cluster and documents as for `simulate`; degrees
-and micro-batches in it are ignored."""
+reasons, and how many were refused and why. CONFIG.toml is one of `simulate`; degrees, policy, micro-batches, ping-pong,
+recomputation and sharding in it are not kept, since they are what is searched. Mixed devices, slow ranks, shard_ranks
+and sites are refused."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
     with command_output(as_json=flags.json) as output:
         advice = advise(config, tokens_per_step=tokens, limit=flags.limit, processes=flags.processes or _cores())
         say = partial(output.console.print, markup=False, soft_wrap=True)
-        say(f"best of {len(advice.outcomes)} configurations, {tokens:,} tokens a step:")
+        kernel = advice.kernel
+        say(f"best of {len(advice.outcomes)} configurations, {tokens:,} tokens a step, attention kernel {kernel}:")
         for place, e in enumerate(advice.best, start=1):
             low, high = e.band_s
             say(

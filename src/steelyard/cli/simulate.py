@@ -113,7 +113,7 @@ def _print(console: Console, estimate: StepEstimate, documents: Documents, value
     color = {"fits": "green", "tight": "yellow", "does not fit": "red"}[memory.verdict]
     console.print(
         f"{model_text(scenario.model)} on {scenario.degrees.devices} × {scenario.profile.name}: {scenario.degrees}; "
-        f"policy {scenario.policy}",
+        f"policy {scenario.policy}, attention kernel {scenario.kernel_name}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(

@@ -100,7 +100,7 @@ class Progress:
 
     def explain(self, exchanges: int | None) -> str:
         """Say which ranks are missing, and where they were last: those that do not respond, and those that have started
-        fewer than `exchanges` (None: only those that do not respond, when the failure is not in an exchange)."""
+        fewer than `exchanges`. With None (the failure is not in an exchange) where all are, if all respond."""
         try:
             statuses = [s for s in self.read() if s.rank != self.rank]
         except (RuntimeError, OSError) as error:
@@ -108,6 +108,7 @@ class Progress:
         gone = [s for s in statuses if not s.alive]
         late = [s for s in statuses if s.alive and exchanges is not None and s.exchanges < exchanges]
         parts = [f"rank {s.rank} does not respond (killed or unreachable), last seen: {s.point}" for s in gone]
+        late = statuses if exchanges is None and not gone else late
         parts += [f"rank {s.rank} is alive elsewhere, last seen: {s.point}" for s in late]
         if not parts:
             return "every other rank is alive and none is behind: the link is stuck or slower than the time-out"

@@ -50,6 +50,28 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
+def _nearest_tensor(model: ModelShape, wanted: int, *, node_size: int, devices: int | None = None) -> int:
+    """A tensor degree that suits the heads and a node; with `devices` it divides these too."""
+    heads, kv = model.heads, model.kv_heads
+    suited = (
+        d
+        for d in range(1, min(heads, node_size if node_size > 1 else heads) + 1)
+        if heads % d == 0 and (kv % d == 0 or d % kv == 0) and (devices is None or devices % d == 0)
+    )
+    return min(suited, key=lambda d: (abs(d - wanted), d))
+
+
+def _nearest_stage(model: ModelShape, degrees: Degrees, rest: int) -> int:
+    """A number of stages that divides `rest` devices and that the layers suit; 1 if none does."""
+    virtual = degrees.virtual_stages
+    suited = [
+        d
+        for d in range(1, min(rest, model.layers) + 1)
+        if rest % d == 0 and d * virtual <= model.layers and (virtual == 1 or model.layers % (d * virtual) == 0)
+    ]
+    return min(suited or [1], key=lambda d: (abs(d - degrees.stage), d))
+
+
 def check_degrees(degrees: Degrees, model: ModelShape, devices: int, *, node_size: int = 1) -> None:
     """Refuse degrees that cannot be laid out, and name the nearest value that can.
 
@@ -61,17 +83,17 @@ def check_degrees(degrees: Degrees, model: ModelShape, devices: int, *, node_siz
     if model.heads % degrees.tensor:
         raise UsageError(
             f"degrees: tensor={degrees.tensor} does not divide the {model.heads} heads of {model.name}; nearest: "
-            f"tensor={_nearest_divisor(model.heads, degrees.tensor)}"
+            f"tensor={_nearest_tensor(model, degrees.tensor, node_size=node_size)}"
         )
     if heads % degrees.tensor and degrees.tensor % heads:
         raise UsageError(
             f"degrees: tensor={degrees.tensor} and the {heads} key/value heads of {model.name} do not divide each "
-            f"other; nearest: tensor={_nearest_divisor(heads, degrees.tensor)}"
+            f"other; nearest: tensor={_nearest_tensor(model, degrees.tensor, node_size=node_size)}"
         )
     if degrees.tensor > node_size > 1:
         raise UsageError(
             f"degrees: tensor={degrees.tensor} is more than the {node_size} devices of a node; nearest: "
-            f"tensor={_nearest_divisor(model.heads, node_size)}"
+            f"tensor={_nearest_tensor(model, node_size, node_size=node_size)}"
         )
     chunks = degrees.stage * degrees.virtual_stages
     if chunks > model.layers:
@@ -91,9 +113,9 @@ def check_degrees(degrees: Degrees, model: ModelShape, devices: int, *, node_siz
         if devices % rest == 0:
             advice = f"nearest: data={devices // rest}"
         else:
-            tensor = _nearest_divisor(devices, degrees.tensor)
+            tensor = _nearest_tensor(model, degrees.tensor, node_size=node_size, devices=devices)
             context = _nearest_divisor(devices // tensor, degrees.context)
-            stage = _nearest_divisor(devices // (tensor * context), degrees.stage)
+            stage = _nearest_stage(model, degrees, devices // (tensor * context))
             data = devices // (tensor * context * stage)
             advice = f"nearest: data={data}, tensor={tensor}, context={context}, stage={stage}"
         raise UsageError(f"degrees: {degrees} makes {degrees.devices} devices, the cluster has {devices}; {advice}")

@@ -210,11 +210,13 @@ class _Balancing:
         prices, ledger = self.busy_prices, self.ledger
         return prices.alpha * ledger.queries_in[server] + prices.beta * ledger.keys_in[server]
 
-    def _fit(self, rooms: list[tuple[int, int]], need: int) -> int:
+    def _fit(self, rooms: list[tuple[int, int]], need: int, keys: int) -> int:
         """The smallest room for `need`, on a server that does not become the busiest by it, or else one that is nearly
-        large enough; otherwise the smallest or, if there is none for `need`, the largest room."""
+        large enough; otherwise the least busy server of those or, if none has room for `need`, the largest room. At
+        least so many `keys` come along: all that a rank can give away may lie deep in its documents."""
         first = bisect_left(rooms, (need + need // 64, -1))  # a little more, for rounding up to blocks
-        spare = self.busy_bytes - self.busy_prices.range_bytes(need)
+        least = self.busy_prices.beta * keys
+        spare = self.busy_bytes - max(least, self.busy_prices.range_bytes(need))
         for _, server in rooms[first : first + FITS_TRIED]:
             if self._bytes_in(server) <= spare:
                 return server
@@ -223,9 +225,9 @@ class _Balancing:
         for room, server in reversed(rooms[max(0, first - FITS_TRIED) : first]):
             if NEARLY * room < (NEARLY - 1) * need:
                 break
-            if self._bytes_in(server) + self.busy_prices.range_bytes(room) <= self.busy_bytes:
+            if self._bytes_in(server) + max(least, self.busy_prices.range_bytes(room)) <= self.busy_bytes:
                 return server
-        return rooms[first][1]
+        return min(rooms[first : first + FITS_TRIED], key=lambda room: self._bytes_in(room[1]))[1]
 
     def _usable(self, server: int) -> int:
         """How much of a server's room it has memory for, about: all of it where memory is not capped."""
@@ -259,8 +261,13 @@ class _Balancing:
                     best = self._cheaper(best, donor, index, server, need, block)
         if best is not None:
             return best
-        # Nothing that was tried fits. What does not fit into the largest room fits nowhere, but for memory caps.
-        for _, server in reversed(self.rooms[-ROOMS_TRIED if self.memory_bound else -1 :]):
+        # Nothing that was tried fits: blocks may be larger than the surplus. What does not fit into the largest room
+        # fits nowhere, but for memory caps.
+        lightest = min(kept, key=lambda part: self.ledger.rows.of(part.start, min(part.end, part.start + block)))
+        one_block = self.ledger.rows.of(lightest.start, min(lightest.end, lightest.start + block))
+        largest = [server for _, server in reversed(self.rooms[-ROOMS_TRIED if self.memory_bound else -1 :])]
+        keys = lightest.start if self.window is None else 0
+        for server in (self._fit(self.rooms, max(need, one_block), keys), *largest):
             for index in range(count):
                 best = self._cheaper(best, donor, index, server, need, block)
             if best is not None:
@@ -291,9 +298,11 @@ class _Balancing:
 
     def _receivers(self, donor: int, need: int, longest: list[int]) -> list[int]:
         """The best fit or else the one with most room, the same within the node, and holders of keys."""
-        receivers = [self._fit(self.rooms, need)]
+        starts = [self.ledger.kept[donor][index].start for index in longest]
+        keys = min(starts, default=0) if self.window is None else 0
+        receivers = [self._fit(self.rooms, need, keys)]
         if self.weighted and self.node_size > 1:
-            receivers += self._best_in_node(donor, need)
+            receivers += self._best_in_node(donor, need, keys)
         least = min(need, self.rooms[-1][0]) // LEAST_ROOM
         kept, room_of, seen = self.ledger.kept[donor], self.room_of, {donor, *receivers}
         for doc in dict.fromkeys([self.ledger.doc[kept[index].shard] for index in longest]):
@@ -307,10 +316,10 @@ class _Balancing:
             seen.update(chosen)
         return receivers
 
-    def _best_in_node(self, donor: int, need: int) -> list[int]:
+    def _best_in_node(self, donor: int, need: int, keys: int) -> list[int]:
         first = donor // self.node_size * self.node_size
         rooms = sorted((self._usable(j), j) for j in range(first, first + self.node_size) if j in self.room_of)
-        return [self._fit(rooms, need)] if rooms else []
+        return [self._fit(rooms, need, keys)] if rooms else []
 
     def _cheaper(self, best: _Move | None, donor: int, kept: int, server: int, need: int, block: int) -> _Move | None:
         """`best`, or a cheaper range of the donor's `kept` for this server."""

@@ -38,6 +38,11 @@ class Advice:
     documents: Documents
 
     @property
+    def kernel(self) -> str:
+        """Attention kernel generation of all of them."""
+        return (self.best[0].scenario if self.best else self.outcomes[0].scenario).kernel_name
+
+    @property
     def refusals(self) -> dict[str, int]:
         """Reasons with the number of configurations, most frequent first."""
         found: Counter[str] = Counter(self.unfit)
@@ -53,6 +58,7 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
     Raises:
         UsageError: no configuration has that many tokens, or a document is longer than a step.
     """
+    _refuse_ignored(config)
     devices, profile = config.devices(), load_profile(config.cluster.device)
     documents = config.documents.documents(config.documents.context_tokens or tokens_per_step)
     longest = int(documents.lengths.max())
@@ -60,12 +66,17 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
         raise UsageError(
             f"advise: a document has {longest} tokens, more than tokens_per_step={tokens_per_step}; nearest: {longest}"
         )
+    config.check_number(documents, tokens_per_step)
     base = base_scenario(config.model.shape(), profile, config.run.precision).replace(
         kernel=config.run.kernel, fused=config.run.fused, tolerance=config.run.tolerance,
         chunked_loss=config.run.chunked_loss, mixed_precision=config.run.mixed_precision,
         tensor_overlap=config.parallel.tensor_overlap, layout=config.run.layout,
         extra_overhead=config.run.extra_overhead,
         exchange_overhead_s=config.run.exchange_overhead_s,
+        hidden_gather=config.run.hidden_gather, skip_optimizer=config.run.skip_optimizer,
+        keep_received=config.run.keep_received, cut_documents=config.documents.cut_at_chunks,
+        sequence_parallel=config.parallel.sequence_parallel, context_exchange=config.parallel.context_exchange,
+        gradient_overlap=config.parallel.gradient_overlap,
     )  # fmt: skip
     base.profile.peak_flops(base.precision)
     space = SearchSpace(base, devices, tokens_per_step, longest)
@@ -90,6 +101,22 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
     best = [simulate_step(s, cache, batches=config.sampling.batches, seed=seed) for s in finalists]
     best.sort(key=lambda e: (e.pairs_kept < KEPT, e.memory.verdict != "fits", -e.tokens_per_s_per_device))
     return Advice(outcomes, dict(unfit), best, documents)
+
+
+def _refuse_ignored(config: SimulateConfig) -> None:
+    """A search over degrees cannot keep what belongs to single ranks or to one choice of degrees."""
+    given = {
+        "cluster.groups": config.cluster.groups,
+        "cluster.slow_ranks": config.cluster.slow_ranks,
+        "parallel.shard_ranks": config.parallel.shard_ranks,
+        "[[sites]]": config.sites,
+    }
+    names = [name for name, value in given.items() if value]
+    if names:
+        raise UsageError(
+            f"advise: the search does not take {', '.join(names)}; leave it out here, and give it to "
+            "`steelyard simulate` with the configuration that you choose"
+        )
 
 
 def reason_for(estimate: StepEstimate) -> str:
@@ -142,6 +169,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
             }
             for e in advice.best
         ],
+        "kernel": advice.kernel,
         "tried": len(advice.outcomes),
         "refused": [{"reason": r, "configurations": n} for r, n in advice.refusals.items()],
         "sampler": f"{advice.documents.name}, {advice.documents.sampler}",

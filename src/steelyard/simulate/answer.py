@@ -92,6 +92,7 @@ def as_json(
         "split": dict(estimate.shares),
         "pairs_kept": estimate.pairs_kept,
         "policy": estimate.scenario.policy,
+        "kernel": estimate.scenario.kernel_name,
         "degrees": str(estimate.scenario.degrees),
         "tokens_per_step": estimate.tokens,
         "batches": len(estimate.step_s),

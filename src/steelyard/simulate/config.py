@@ -20,6 +20,7 @@ A file of ten lines is enough:
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,7 @@ from steelyard.cost.peak_memory import Recompute
 from steelyard.cost.profiles import DeviceProfile, Precision, load_profile
 from steelyard.domain.arrays import int_column
 from steelyard.domain.degrees import Degrees, Sharding
+from steelyard.domain.limits import MAX_DOCUMENT_TOKENS, MAX_TOKENS_PER_RANK
 from steelyard.domain.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from steelyard.domain.sync_mode import Compression, ModeName, SyncMode
 from steelyard.errors import UsageError
@@ -48,6 +50,8 @@ from steelyard.simulate.workloads import (
 
 MOST_DEVICES = 1 << 18
 MOST_DOCUMENTS = 10_000_000
+MOST_BATCHES = 10_000
+MOST_MICRO_BATCHES = 1 << 20
 """A typing error of some zeros is told as one, instead of filling this machine's memory."""
 
 
@@ -74,6 +78,13 @@ class DeviceGroup:
     nodes: int
     """How many."""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MOST_DEVICES:
+            raise UsageError(
+                f"cluster: a group of nodes={self.nodes} {self.device}, expected 1 … {MOST_DEVICES:,}; nearest: "
+                f"nodes={min(max(self.nodes, 1), MOST_DEVICES)}, or leave the group out"
+            )
+
 
 @dataclass(frozen=True)
 class ClusterSection:
@@ -95,8 +106,8 @@ class ClusterSection:
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.devices is not None and self.devices < 1):
             raise UsageError(f"cluster: nodes={self.nodes}, devices={self.devices}, expected at least 1")
-        if self.slow_factor <= 0:
-            raise UsageError(f"cluster: slow_factor={self.slow_factor}, expected more than 0")
+        if not 0 < self.slow_factor <= 1000:
+            raise UsageError(f"cluster: slow_factor={self.slow_factor}, expected more than 0 and at most 1,000")
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,16 @@ class RunSection:
     skip_optimizer: bool = False
     """Leave the optimizer step out."""
 
+    def __post_init__(self) -> None:
+        for name, most in (("chunk_tokens", MAX_TOKENS_PER_RANK), ("micro_batches", MOST_MICRO_BATCHES)):
+            if not 1 <= getattr(self, name) <= most:
+                raise UsageError(f"run: {name}={getattr(self, name)}, expected 1 … {most:,}")
+        if not 0 <= self.exchange_overhead_s <= 10:
+            raise UsageError(
+                f"run: exchange_overhead_s={self.exchange_overhead_s}, expected 0 … 10 seconds of each dispatch; "
+                f"nearest: {10 if self.exchange_overhead_s > 10 else 0}"
+            )
+
 
 @dataclass(frozen=True)
 class DocumentsSection:
@@ -182,7 +203,9 @@ class DocumentsSection:
     lengths: tuple[int, ...] = ()
     """Lengths to draw from."""
     file: str = ""
-    """A JSON list of lengths, or a workload file with batches."""
+    """A JSON list of lengths, a workload file with batches, or a folder of documents, which are read and counted."""
+    tokenizer: str = "bytes"
+    """Counts the tokens of a folder's documents: `bytes`, or a Hugging Face `tokenizer.json` or the folder of one."""
     sampler: Sampler = "shuffle"
     """shuffle (draw at random), in_order, or batches (as the file gives them)."""
     median: float = 2048
@@ -190,7 +213,7 @@ class DocumentsSection:
     sigma: float = 1.2
     """Its spread."""
     longest: int = 0
-    """Documents are cut at this length; 0: the context."""
+    """Documents of a distribution or a folder are cut at this length; 0: a distribution's at the context."""
     context_tokens: int = 0
     """Longest document that the model takes; 0: what fits a step's ranks."""
     cut_at_chunks: bool = False
@@ -198,6 +221,12 @@ class DocumentsSection:
 
     def documents(self, context: int) -> Documents:
         """The stream. `context`: longest document that is possible."""
+        most = max(self.length, self.longest, self.context_tokens, *self.lengths, 0)
+        if most >= MAX_DOCUMENT_TOKENS:
+            raise UsageError(
+                f"documents: {most:,} tokens, expected fewer than {MAX_DOCUMENT_TOKENS:,} in length, lengths, longest "
+                f"and context_tokens; nearest: {MAX_DOCUMENT_TOKENS - 1}"
+            )
         if self.length < 0 or self.longest < 0 or self.context_tokens < 0:
             raise UsageError(
                 f"documents: length={self.length}, longest={self.longest}, context_tokens={self.context_tokens}, "
@@ -212,8 +241,18 @@ class DocumentsSection:
                 raise UsageError(f"documents: lengths holds {min(self.lengths)}, expected positive numbers")
             return Documents("given lengths", int_column(self.lengths), self.sampler)
         if self.file:
-            return documents_from_json(Path(self.file).expanduser(), self.sampler)
+            path = Path(self.file).expanduser()
+            return self._of_folder(path) if path.is_dir() else documents_from_json(path, self.sampler)
         return lognormal_documents(self.median, self.sigma, min(self.longest or context, context))
+
+    def _of_folder(self, path: Path) -> Documents:
+        from steelyard.data.lengths import data_statistics  # readers of all formats: not for other documents
+
+        if self.sampler == "batches":
+            raise UsageError(f"documents: {path} is a folder, sampler='batches' needs batches; use 'in_order'")
+        lengths = data_statistics(str(path), tokenizer=self.tokenizer, ranks=()).lengths
+        lengths = lengths[lengths > 0]
+        return Documents(path.name, int_column(np.minimum(lengths, self.longest or lengths.max())), self.sampler)
 
 
 @dataclass(frozen=True)
@@ -236,6 +275,16 @@ class SiteSection:
     """Most unacknowledged bytes of a connection."""
     loss: float = 0.0
     """Share of packets lost."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed <= 1000:
+            raise UsageError(
+                f"sites: speed={self.speed} of {self.name!r}, expected more than 0 and at most 1,000; nearest: 1"
+            )
+        for name in ("round_trip_s", "bytes_per_s", "window_bytes"):
+            if not math.isfinite(getattr(self, name)):
+                raise UsageError(f"sites: {name}={getattr(self, name)} of {self.name!r}, expected a number")
+        self.link()  # refuses what no link can be
 
     def link(self) -> WideLink:
         return WideLink(self.round_trip_s, self.bytes_per_s, self.streams, self.window_bytes, self.loss)
@@ -284,6 +333,12 @@ class SamplingSection:
     def __post_init__(self) -> None:
         if self.batches < 1:
             raise UsageError(f"sampling: batches={self.batches}, expected at least 1")
+        if self.batches > MOST_BATCHES:
+            raise UsageError(
+                f"sampling: batches={self.batches:,}, expected at most {MOST_BATCHES:,}; nearest: {MOST_BATCHES}"
+            )
+        if self.seed < 0:
+            raise UsageError(f"sampling: seed={self.seed}, expected 0 or more; nearest: 0")
 
 
 @dataclass(frozen=True)
@@ -401,13 +456,31 @@ class SimulateConfig:
                 f"documents: one has {longest} tokens, more than the {held} that data × context × chunk_tokens hold "
                 f"together; nearest: chunk_tokens={needed}"
             )
+        self.check_number(documents, one_step, scenario)
+        return documents
+
+    def check_number(self, documents: Documents, one_step: int, scenario: Scenario | None = None) -> None:
+        """Refuse more documents than this machine can plan: of a step, and of all sampled ones together.
+
+        Raises:
+            UsageError: names the largest chunk or number of batches that is taken.
+        """
         number = one_step / max(1.0, float(documents.lengths.mean()))
         if number > MOST_DOCUMENTS:
+            share = MOST_DOCUMENTS / number
+            near = f"{int(one_step * share)} tokens a step"
+            if scenario is not None:
+                near = f"chunk_tokens={int(scenario.chunk_tokens * share)}"
             raise UsageError(
                 f"documents: a step of {one_step:,} tokens holds about {number:,.0f} documents, expected at most "
-                f"{MOST_DOCUMENTS:,}; nearest: chunk_tokens={int(scenario.chunk_tokens * MOST_DOCUMENTS / number)}"
+                f"{MOST_DOCUMENTS:,}; nearest: {near}"
             )
-        return documents
+        batches = self.sampling.batches
+        if number * batches > MOST_DOCUMENTS:
+            raise UsageError(
+                f"sampling: {batches:,} batches of about {number:,.0f} documents, expected at most {MOST_DOCUMENTS:,} "
+                f"together; nearest: batches={max(1, int(MOST_DOCUMENTS / number))}"
+            )
 
 
 def shape_from_file(path: Path) -> ModelShape:

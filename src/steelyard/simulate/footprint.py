@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from steelyard.cost.peak_memory import (
 from steelyard.domain.arrays import FloatArray
 from steelyard.simulate.passes import HalfWork
 from steelyard.simulate.scenario import Scenario
+
+_BALANCED: Mapping[Recompute, Recompute] = {"full": "token_wise", "attention": "none"}
+"""What a choice amounts to where core attention is dispatched, and never computed again."""
 
 
 def memory_estimate(scenario: Scenario, halves: Sequence[HalfWork]) -> MemoryEstimate:
@@ -68,7 +71,9 @@ def _exchange_bytes(scenario: Scenario, halves: Sequence[HalfWork], layers: int,
         return float(np.max(np.asarray(received) * kept + np.asarray(sent)))
     if degrees.context > 1 and scenario.context_exchange != "ring":
         gathered = degrees.context * float(np.max([h.tokens.max() for h in halves])) * kv
-        return gathered * (2.0 if scenario.recompute == "full" else layers * count)
+        if scenario.recompute == "full":
+            return gathered * 2.0
+        return gathered * (layers * count / 2 + 1.0 if scenario.recompute == "alternate" else layers * count)
     return 0.0
 
 
@@ -83,6 +88,10 @@ def _stage(scenario: Scenario, halves: Sequence[HalfWork], stage: int) -> Memory
         context = int(np.max(h.received.rectangle + h.local.rectangle) / max(1.0, float(h.tokens.max())))
 
     def kept(recompute: Recompute) -> float:
+        if scenario.policy == "balanced":  # core attention is never computed again: its output and log-sum-exp stay
+            if recompute == "alternate":
+                return (kept("none") + kept("full")) / 2
+            recompute = _BALANCED.get(recompute, recompute)
         return activation_bytes(
             model, tensor=degrees.tensor, sequence_parallel=scenario.sequence_parallel, recompute=recompute,
             unfused_context=context, fused=scenario.fused, element_bytes=element,

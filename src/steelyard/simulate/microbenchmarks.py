@@ -29,6 +29,8 @@ class Measurement:
 KERNEL_SOURCES = ("kernel_distca_profile", "kernel_flash_attention", "kernel_network_gemm")
 _FITTED_LENGTHS = (512, 2048, 8192)
 """Sequence lengths of the FlashAttention tables on which kernels were fitted."""
+_BACKWARD_FITTED_FROM = 2048
+"""On rows of so many tokens and more of H100 the ratio of backward to forward was fitted."""
 
 
 def measurements(
@@ -92,7 +94,10 @@ def _flash(
     flops = 4 * heads * head_dim * count * pairs
     factor = {"fwd": 1.0, "bwd": kernel.backward_ratio, "fwd+bwd": 1 + kernel.backward_ratio}[point["mode"]]
     work = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[point["mode"]]
-    fitted = length in _FITTED_LENGTHS and (point["mode"] == "fwd" or "A100" in point["gpu"])
+    if "A100" in point["gpu"] or point["mode"] == "fwd":
+        fitted = length in _FITTED_LENGTHS
+    else:  # `backward_ratio` is the median over all of these
+        fitted = length >= _BACKWARD_FITTED_FROM
     role: Role = "fitted" if fitted else "held_out"
     yield Measurement(source, label, role, factor * forward, work * flops / (float(point["tflops"]) * 1e12))
 

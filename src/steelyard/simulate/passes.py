@@ -27,6 +27,8 @@ _ATTENTION_AGAIN: Mapping[Recompute, float] = {
     "none": 0.0, "attention": 1.0, "feed_forward": 0.0, "products": 0.0, "alternate": 0.5, "token_wise": 0.0,
     "full": 1.0,
 }  # fmt: skip
+_GATHER_AGAIN: Mapping[Recompute, float] = {"alternate": 0.5, "full": 1.0}
+"""Share of layers whose gathered keys are not kept, so that backward gathers them once more."""
 GRADIENT_BYTES = 4
 
 
@@ -163,11 +165,12 @@ def _transfers(
             (group.size - 1) / group.size / min(scenario.profile.node_bytes_per_s, scenario.profile.network_bytes_per_s)
         )
     together = neighbours(degrees.context)
+    again = _GATHER_AGAIN.get(scenario.recompute, 0.0)
     whole = degrees.context * together(half.tokens) * shape.key_value_bytes
     once = (latency + whole * per_byte) * (1 - scenario.hidden_gather)
     if exchange == "ring":
         return once, 0.0, 2 * once, 0.0
-    return once, 0.0, 0.0, once
+    return once, 0.0, again * once, once
 
 
 def _server_transfers(scenario: Scenario, half: HalfWork) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:

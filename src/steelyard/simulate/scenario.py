@@ -148,6 +148,11 @@ class Scenario:
         return "interleaved" if self.degrees.virtual_stages > 1 else "1f1b"
 
     @property
+    def kernel_name(self) -> str:
+        """Attention kernel generation; `auto` by its name."""
+        return next(iter(self.profile.kernels)) if self.kernel == "auto" else self.kernel
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks of one tensor index on a node."""
         return max(1, self.profile.node_size // self.degrees.tensor)

@@ -99,16 +99,19 @@ def _of_degrees(space: SearchSpace, degrees: Degrees) -> Iterator[Scenario | tup
             continue  # ranks of one nano-batch form one group already
         scenario = space.base.replace(
             degrees=degrees, policy=policy, micro_batches=micro_batches, chunk_tokens=chunk,
-            ping_pong=False, context_exchange="gather",
+            ping_pong=False,
         )  # fmt: skip
         room = chunk * (degrees.lanes if policy == "balanced" else degrees.context)
         if room < space.longest_document:
             yield scenario, "a document is longer than the ranks that share a sequence hold"
             continue
-        for recompute, sharding in itertools.product(space.recomputes, space.shardings):
+        recomputes = space.recomputes
+        if policy == "balanced" and "token_wise" in recomputes:  # the same as full: attention is not computed again
+            recomputes = tuple(r for r in recomputes if r != "full")
+        for recompute, sharding in itertools.product(recomputes, space.shardings):
             yield scenario.replace(recompute=recompute, sharding=sharding)
         if policy == "balanced" and micro_batches % 2 == 0:
-            for recompute in space.recomputes:
+            for recompute in recomputes:
                 yield scenario.replace(recompute=recompute, ping_pong=True, micro_batches=micro_batches // 2)
 
 

@@ -166,6 +166,8 @@ def _compare(cases: Sequence[Case], report: Any) -> None:
             verdict = estimate.memory.verdict
             found.out_of_memory[verdict] = found.out_of_memory.get(verdict, 0) + 1
             continue
+        if case.time_excluded:
+            found.excluded[case.time_excluded] = found.excluded.get(case.time_excluded, 0) + 1
         where = (case.source, case.table, case.label, case.role)
         if case.step_time_s:
             found.comparisons.append(Comparison(*where, "time", estimate.step_time_s, case.step_time_s, case.group))
@@ -173,6 +175,6 @@ def _compare(cases: Sequence[Case], report: Any) -> None:
             memory = estimate.memory
             predicted = memory.live if case.memory_kind == "allocated" else memory.held
             found.comparisons.append(Comparison(*where, "memory", predicted, case.memory_bytes))
-        if not case.step_time_s and not case.memory_bytes:
+        if not case.step_time_s and not case.memory_bytes and not case.time_excluded:
             reason = "neither a comparable time nor memory in the row"
             found.excluded[reason] = found.excluded.get(reason, 0) + 1

@@ -21,6 +21,7 @@ import numpy as np
 from steelyard.cost.attention_kernels import AttentionKernel, RangeCounts, TileKernel, range_counts
 from steelyard.domain.arrays import FloatArray, IntArray, int_column
 from steelyard.domain.layout import Layout
+from steelyard.domain.limits import MAX_DOCUMENT_TOKENS
 from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
@@ -101,8 +102,11 @@ def uniform_documents(length: int) -> Documents:
 
 def lognormal_documents(median: float, sigma: float, longest: int, *, count: int = 4096, seed: int = 0) -> Documents:
     """A skewed stream: lengths from a log-normal distribution, cut at `longest`."""
-    if median < 1 or sigma < 0 or longest < 1:
-        raise UsageError(f"documents: median={median}, sigma={sigma}, longest={longest}, expected positive numbers")
+    if not 1 <= median < MAX_DOCUMENT_TOKENS or not 0 <= sigma <= 100 or longest < 1:
+        raise UsageError(
+            f"documents: median={median}, sigma={sigma}, longest={longest}, expected a median of 1 token or more, a "
+            "sigma of 0 … 100 and a positive longest"
+        )
     drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
     lengths = np.clip(np.rint(drawn), 1, longest).astype(np.int64)
     return Documents(f"log-normal, median {median:g}, sigma {sigma:g}, at most {longest}", int_column(lengths))
@@ -121,7 +125,8 @@ def documents_from_json(path: Path, sampler: Sampler = "shuffle") -> Documents:
     except OSError as error:
         raise UsageError(f"documents: {path} cannot be read ({error.strerror}); expected a JSON file") from error
     except ValueError as error:
-        raise UsageError(f"documents: {path} is no JSON: {error}") from error
+        digits = "a number of thousands of digits" if "digits" in str(error) else str(error)
+        raise UsageError(f"documents: {path} is no JSON: {digits}") from error
     if isinstance(content, list):
         if sampler == "batches":
             raise UsageError(f"documents: {path} is a list of lengths, sampler='batches' needs batches; use 'in_order'")
@@ -142,6 +147,11 @@ def _lengths(values: Sequence[object], path: Path) -> IntArray:
     if not values or wrong is not None:
         raise UsageError(
             f"documents: {path} holds {'no length' if wrong is None else repr(wrong)}, expected positive whole numbers"
+        )
+    longest = max(v for v in values if isinstance(v, int))
+    if longest >= MAX_DOCUMENT_TOKENS:
+        raise UsageError(
+            f"documents: {path} holds {longest:,}, expected fewer than {MAX_DOCUMENT_TOKENS:,} tokens in a document"
         )
     return int_column([int(v) for v in values if isinstance(v, int)])
 

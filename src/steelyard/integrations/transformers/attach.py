@@ -103,6 +103,11 @@ def attach(
         raise
     try:
         check_kernels(inner.config, balancer, shape)
+        balancer.agreed = {
+            "dtype of the parameters": parameter.dtype,
+            "attention layers": getattr(inner.config.get_text_config(), "num_hidden_layers", None),
+            "model": type(inner).__name__,
+        }
         return Attachment(inner, balancer, joined)
     except BaseException:
         balancer.close()
@@ -280,7 +285,8 @@ class Attachment:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Inside, the model has the attention it had before: for generation."""
+        """Inside, the model has the attention it had before: for generation. Not between a forward pass with reentrant
+        checkpointing and its backward pass, which would compute the layers again with the wrong attention."""
         self.model.set_attn_implementation(self._before)
         try:
             yield
@@ -289,7 +295,9 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model its own attention back for good, on every rank and after the last backward pass: the groups
-        that `attach` made are destroyed, if they are gloo groups of all ranks."""
+        that `attach` made are destroyed, if they are gloo groups of all ranks. A second call does nothing."""
+        if getattr(self.model, _ATTRIBUTE, None) is not self:
+            return
         self.model.set_attn_implementation(self._before)
         for hook in self._hooks:
             hook.remove()
