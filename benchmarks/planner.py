@@ -1,7 +1,7 @@
 """How good and how fast plans are: measures, and renews the page and pictures of docs/results.
 
     python benchmarks/planner.py                                  # everything, into docs/results (minutes)
-    python benchmarks/planner.py --only '*n8' --growth 8 64 --out part   # a part, elsewhere
+    python benchmarks/planner.py --only '*n8' --growth 8 64 --out part   # a part, which needs a folder of its own
     python benchmarks/planner.py --redraw                         # page and pictures from docs/results/planner.json
 
 Four parts. *workloads*: the policy `balanced` on every workload file and tolerance, every batch; where documents span
@@ -26,7 +26,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ GROWTH_TOLERANCE = 0.02
 FEW_SERVERS = 8  # where total bytes and the busiest server's trade; one node
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -64,9 +64,14 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=COMPARED)
     parser.add_argument("--growth", nargs="*", type=int, default=GROWTH, metavar="SERVERS")
     parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of planner.md, planner.json and pictures")
+    parser.add_argument("--out", type=Path, help="folder of planner.md, planner.json and pictures; none: docs/results")
     parser.add_argument("--redraw", action="store_true", help="measure nothing, use planner.json")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    usual = ("parts", "only", "tolerances", "policies", "growth", "model")
+    changed = [f"--{name}" for name in usual if getattr(options, name) != parser.get_default(name)]
+    if options.out is None and changed and not options.redraw:
+        parser.error(f"{', '.join(changed)}: would leave only a part of docs/results/planner.json; add --out FOLDER")
+    options.out = options.out or RESULTS
     record_path = options.out / "planner.json"
     if options.redraw:
         record = json.loads(record_path.read_text(encoding="utf-8"))
@@ -77,7 +82,9 @@ def main() -> None:
     pictures = draw_pictures(record, options.out)
     renew_page(options.out / "planner.md", record)
     print("\n".join(summary_lines(record)))
-    print(f"wrote {record_path}, {options.out / 'planner.md'} and {len(pictures)} pictures", file=sys.stderr)
+    written = [] if options.redraw else [str(record_path)]
+    written += [str(options.out / "planner.md"), f"{len(pictures)} pictures"]
+    print(f"wrote {', '.join(written)}", file=sys.stderr)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

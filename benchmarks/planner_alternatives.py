@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from steelyard.cli.plan import DEFAULT_NODE_WEIGHT
 from steelyard.cost.attention_kernels import AttentionKernel, range_counts
 from steelyard.cost.profiles import load_profile
 from steelyard.data.workload import Workload
@@ -35,7 +36,6 @@ from steelyard.planner.tables import build_all_tables
 Row = dict[str, Any]
 GB = 1e9
 NODE_SIZE = 8
-INTRA_NODE_WEIGHT = 1 / 8  # as `steelyard plan --node-size` has it
 DEVICE = "h200"
 CAP_STEP, LOWEST_CAP = 0.01, 0.5  # caps on received rows, as parts of what the freely planned busiest server receives
 
@@ -76,7 +76,7 @@ def flattening_rows(name: str, workload: Workload, shape: AttentionShape, tolera
 
 def forwarding_rows(name: str, workload: Workload, shape: AttentionShape, tolerance: float) -> list[Row]:
     """Bytes of one layer's forward pass between nodes, and what they would be if keys came to each node once."""
-    topology = Topology(workload.ranks, node_size=NODE_SIZE, intra_node_weight=INTRA_NODE_WEIGHT)
+    topology = Topology(workload.ranks, node_size=NODE_SIZE, intra_node_weight=DEFAULT_NODE_WEIGHT)
     found = []
     for batch, chosen, layout in _layouts(workload, shape, tolerance, topology):
         plan = make_plan(layout, shape=shape, tolerance=tolerance, topology=topology)
@@ -226,7 +226,25 @@ def transfer_lines(record: Row) -> list[str]:
         ]
 
     heads = ["transfer ÷ attention", "worst", "slowest ÷ mean, by pairs", "the same, by time"]
-    return _by_servers_and_layout(record.get("transfers", []), heads, cells)
+    rows = record.get("transfers", [])
+    return [*_by_servers_and_layout(rows, heads, cells), *(["", _transfer_finding(rows)] if rows else [])]
+
+
+def _transfer_finding(rows: Sequence[Row]) -> str:
+    """How often transfers outlast attention, and what balancing time changes, over all plans."""
+    longer = sorted((r for r in rows if r["transfer_over_attention"] > 1), key=lambda r: -r["transfer_over_attention"])
+    changes = [r["slowest_over_mean_by_time"] / r["slowest_over_mean"] - 1 for r in rows]
+    what = f"In {len(longer)} of {len(rows)} plans a server's transfers last longer than its attention"
+    if longer:
+        worst = longer[0]
+        what += (
+            f", by up to {worst['transfer_over_attention'] - 1:.0%} ({worst['workload']}, batch {worst['batch']}, "
+            f"layout {'chosen' if worst['layout_chosen'] else 'given'})"
+        )
+    return (
+        f"{what}. Balancing time instead of pairs changes the slowest server of a plan by {min(changes):+.2%} to "
+        f"{max(changes):+.2%}."
+    )
 
 
 def _by_servers_and_layout(

@@ -9,7 +9,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from planner_alternatives import curves, pareto
-from planner_report import GOAL_TOLERANCE, by_name, by_workload, published_ratios
+from planner_report import (
+    BUSIEST_OVER_BOUND,
+    BYTES_OVER_BOUND,
+    BYTES_OVER_PUBLISHED,
+    GOAL_TOLERANCE,
+    by_name,
+    by_workload,
+    published_ratios,
+)
 
 from steelyard.plots.style import BLUE, GREEN, INK, MUTED, ORANGE, RULE, SKY, VERMILION, horizontal_grid, picture
 
@@ -183,7 +191,7 @@ def _draw_goals(axes: Axes, names: list[str], rows: list[Row], value: str) -> No
     servers = {r["workload"]: r["servers"] for r in rows}
     label: str | None = f"goal at tolerance {GOAL_TOLERANCE:g}"
     for i, name in enumerate(names):
-        goal = {"bytes_total": 1.08 if servers[name] >= 64 else 1.15}.get(value, 1.15 if servers[name] >= 64 else None)
+        goal = (BYTES_OVER_BOUND if value == "bytes_total" else BUSIEST_OVER_BOUND).get(servers[name])
         if goal is not None:
             axes.plot([i - 0.4, i + 0.4], [goal, goal], color=VERMILION, linewidth=1.6, label=label)
             label = None
@@ -212,7 +220,8 @@ def published_picture(path: Path, record: dict[str, Any]) -> None:
         above.plot(x, theirs, "o", color=VERMILION, zorder=3, label="published planner")
         above.plot(x, ours, "o", color=BLUE, label="balanced")
         above.axhline(1 + GOAL_TOLERANCE, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label="promised")
-        above.set_ylim(1.0, max(*theirs, *ours) + 0.1 * (max(*theirs, *ours) - 1))
+        excess = max(*theirs, *ours) - 1
+        above.set_ylim(1 - 0.06 * excess, 1 + 1.1 * excess)
         above.set_ylabel("work ÷ mean")
         spans = [any(r["lower_bound_bytes"] is None for r in rows[n]) for n in names]
         below.bar(x, [ratios[n] for n in names], 0.7, color=[BLUE if s else GREEN for s in spans], linewidth=0)
@@ -222,7 +231,7 @@ def published_picture(path: Path, record: dict[str, Any]) -> None:
             color=ORANGE, markersize=5, label="balanced, layout chosen",
         )  # fmt: skip
         below.axhline(1.0, color=INK, linewidth=1.1)
-        below.axhline(0.8, color=VERMILION, linewidth=1.4, linestyle=(0, (4, 3)))
+        below.axhline(BYTES_OVER_PUBLISHED, color=VERMILION, linewidth=1.4, linestyle=(0, (4, 3)))
         for i, name in enumerate(names):
             below.annotate(
                 f"{ratios[name]:.2f}", (i, ratios[name]), xytext=(0, 2), textcoords="offset points", ha="center",
@@ -231,7 +240,9 @@ def published_picture(path: Path, record: dict[str, Any]) -> None:
             )  # fmt: skip
         below.set_ylim(0, max(1.05, *ratios.values()) * 1.12)
         below.set_ylabel("bytes ÷ published")
-        below.set_title("blue: documents span servers (goal 0.80); green: none does", loc="left", fontsize=10)
+        below.set_title(
+            f"blue: documents span servers (goal {BYTES_OVER_PUBLISHED:.2f}); green: none does", loc="left", fontsize=10
+        )
         below.xaxis.set_major_locator(FixedLocator(list(range(len(names)))))
         below.set_xticklabels([short_name(n) for n in names], fontsize=8)
         below.set_xlabel(NAME_LINES)

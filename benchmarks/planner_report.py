@@ -26,6 +26,11 @@ OUTLINE = """\
 <!-- planner:machine:begin -->
 <!-- planner:machine:end -->
 
+## Layout chosen
+
+<!-- planner:chosen:begin -->
+<!-- planner:chosen:end -->
+
 ## Goals
 
 <!-- planner:goals:begin -->
@@ -69,6 +74,7 @@ def renew_page(path: Path, record: dict[str, Any]) -> None:
     text = path.read_text(encoding="utf-8") if path.exists() else OUTLINE
     parts = {
         "machine": machine_lines,
+        "chosen": chosen_lines,
         "goals": goal_lines,
         "workloads": workload_lines,
         "policies": policy_lines,
@@ -203,7 +209,7 @@ def published_ratios(record: dict[str, Any], tolerance: float, part: str = "work
 
 
 def growth_exponents(record: dict[str, Any]) -> dict[str, float]:
-    """Slope of log(time) over log(servers) from 512 servers on, for each kind of workload. n log n has about 1.13."""
+    """Slope of log(time) over log(servers) from 512 servers on, for each kind of workload. n log n has about 1.14."""
     slopes = {}
     for name, rows in by_name(record["growth"]).items():
         large = [r for r in rows if r["servers"] >= 512]
@@ -219,6 +225,44 @@ def goal_lines(record: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|",
         *(goal.line() for goal in goals(record)),
     ]
+
+
+def chosen_lines(record: dict[str, Any]) -> list[str]:
+    """What choosing the layout brings and takes beside planning in packing order, batch by batch."""
+    given = {(r["workload"], r["batch"]): r for r in record["workloads"] if r["tolerance"] == GOAL_TOLERANCE}
+    chosen = [r for r in record["chosen"] if r["tolerance"] == GOAL_TOLERANCE and (r["workload"], r["batch"]) in given]
+    if not chosen:
+        return ["Not measured."]
+
+    def ratios(key: str) -> list[tuple[float, str]]:
+        return [(r[key] / given[r["workload"], r["batch"]][key], r["workload"]) for r in chosen]
+
+    saved = [1 - ratio for ratio, _ in ratios("bytes_total")]
+    busiest = ratios("busiest_bytes")
+    heavier = [(ratio, name) for ratio, name in busiest if ratio > 1]
+    lines = [
+        f"- Choosing the layout saves {min(saved):.0%} to {max(saved):.0%} of a batch's bytes, {median(saved):.0%} in "
+        f"the median of {len(chosen)} batches at tolerance {GOAL_TOLERANCE:g}. The busiest server is lighter in "
+        f"{len(busiest) - len(heavier)} of them"
+    ]
+    if heavier:
+        most, least = max(heavier)[0] - 1, min(heavier)[0] - 1
+        where = ", ".join(dict.fromkeys(name for _, name in sorted(heavier)[::-1]))
+        lines[0] += f", and {least:.0%} to {most:.0%} heavier in {len(heavier)} ({where})"
+    lines[0] += "."
+    late = []
+    for servers, limit_ms in TOTAL_MS.items():
+        times = [total_ms(r) for r in chosen if r["servers"] == servers]
+        missed = sum(misses(time_ms, limit_ms) for time_ms in times)
+        if missed:
+            late.append(f"{missed} of {len(times)} at {servers} above {limit_ms:g} ms (worst {max(times):.1f})")
+    if late:
+        share = median(r["tables_ms"] / total_ms(r) for r in chosen if r["servers"] in TOTAL_MS)
+        lines.append(
+            f"- *Times with the layout chosen too*: {' and '.join(late)}. Of that, {share:.0%} in the median is the "
+            "tables of all servers, which no rank of a training run builds."
+        )
+    return lines
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

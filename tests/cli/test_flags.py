@@ -112,7 +112,7 @@ def test_a_missing_argument_says_what_it_is() -> None:
     class Needed:
         path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH", help="Where the documents are.")]
 
-    with pytest.raises(UsageError, match=r"^missing PATH Where the documents are"):
+    with pytest.raises(UsageError, match=r"^missing PATH: Where the documents are; see steelyard try --help$"):
         parse_flags(Needed, [], prog="steelyard try", description="")
 
 

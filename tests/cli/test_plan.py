@@ -37,8 +37,9 @@ def figures(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, list[di
     result = json.loads(capsys.readouterr().out)
     assert list(result) == [
         "policies", "workload", "documents", "batches", "ranks", "tokens_per_rank", "model", "tolerance", "window",
-        "layout", "row_keys",
+        "layout", "row_keys", "refused",
     ]  # fmt: skip
+    assert result["refused"] == []
     policies: dict[str, list[dict[str, Any]]] = result["policies"]
     return policies
 
@@ -141,6 +142,52 @@ def test_a_memory_cap_that_a_policy_does_not_know_is_said(workload: Path, capsys
     assert list(json.loads(captured.out)["policies"]["per_document_cp"][0]) == KEYS
     assert main(["plan", str(workload), "--policy", "all"]) == 0
     assert "honoured" not in capsys.readouterr().out
+
+
+def test_a_batch_without_a_plan_leaves_the_other_tables(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(workload), "--policy", "all", "--memory-tokens", "0", "--json"]
+    assert main([*arguments, "--plot", str(workload.with_name("plan.png"))]) == 1
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    batches = {policy: [row["batch"] for row in rows] for policy, rows in result["policies"].items()}
+    assert batches == {policy: [0] if policy == "balanced" else [0, 1] for policy in COMPARED}
+    (refused,) = result["refused"]
+    assert (refused["policy"], refused["batch"]) == ("balanced", 1)
+    lines = captured.err.splitlines()
+    assert "balanced: no plan for batch 1" in lines and not [x for x in lines if x.startswith("balanced: cuts")]
+    assert lines[-1] == f"steelyard: error: balanced, batch 1: {refused['reason']}"
+    assert "raise --memory-tokens or" in refused["reason"] and "memory_tokens" not in refused["reason"]
+    assert workload.with_name("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_policy_without_any_plan_says_why(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload.write_text(json.dumps({"tokens_per_rank": 4, "ranks": 2, "batches": [{"docs": [8]}] * 5}))
+    assert main(["plan", str(workload), "--memory-tokens", "0"]) == 1
+    captured = capsys.readouterr()
+    assert "balanced: no plan for batch 0, 1, 2, 3, 4" in captured.out and "tables ms" not in captured.out
+    assert captured.err.count("\n") == 1 and re.findall(r"balanced, batch (\d): ", captured.err) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1, "KiB"), (100, "MiB"), (20_000, "GiB"), (0, "GiB")])
+def test_bytes_have_a_unit_that_shows_them(
+    scale: int, unit: str, workload: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = [10 * scale, *[scale] * 10]
+    workload.write_text(json.dumps({"tokens_per_rank": 10 * scale or 1, "ranks": 2, "batches": [{"docs": docs}]}))
+    sent = figures(capsys, str(workload))["balanced"][0]["bytes_total"]
+    assert main(["plan", str(workload)]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("    0")]
+    assert re.search(rf"batch +work +{unit} ", out) and f"{unit}: sent by all ranks" in out
+    assert float(row[2]) == pytest.approx(sent / {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit], rel=0.02)
+
+
+def test_what_is_small_beside_the_rest_is_not_0(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batches = [{"docs": [400_000, *[40_000] * 10]}, {"docs": [100, *[10] * 10]}]
+    workload.write_text(json.dumps({"tokens_per_rank": 400_000, "ranks": 2, "batches": batches}))
+    assert main(["plan", str(workload)]) == 0
+    large, small = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert float(large[2]) > 0.1 and 0 < float(small[2]) < 0.01 and 0 < float(small[4]) < 0.001
 
 
 def test_an_objective_reaches_the_planner(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,15 +334,19 @@ def test_documents_can_be_cut_as_training_cuts_them(documents: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("more", [[], ["--documents", "cut"]])
-def test_what_is_left_out_is_said(documents: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_said(
+    documents: Path, more: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     (documents / "empty.txt").touch()
     (documents / "small.jsonl").write_text('{"text": "a"}')
-    (documents / "bad.txt").write_bytes(b"\xff" * 50)
+    for name in ("bad", "worse"):
+        (documents / f"{name}.txt").write_bytes(b"\xff" * 50)
     folder = [str(documents), "--ranks", "4", "--chunk-tokens", "1000", "--batches", "2"]
     assert main(["plan", *folder, "--batches", "3" if more else "2", *more]) == 0
     out = capsys.readouterr().out
     assert "files of other kinds, not read: .jsonl (1); --suffixes chooses" in out
-    assert re.search(r"left out \d encoding, for example .*bad\.txt", out)
+    assert re.search(r"left out \d encoding, for example .*bad\.txt.*; .*worse\.txt", out)
+    assert not caplog.records  # nor said a second time
 
 
 def test_documents_that_cannot_be_used_are_a_fault_of_the_source(
@@ -330,7 +381,8 @@ def test_documents_that_cannot_be_used_are_a_fault_of_the_source(
          "(or give the path of a Transformers config.json)"),
         (["{file}", "--speeds", "1,fast"], "--speeds: number 2 is 'fast', expected for example 1,1,0.5"),
         (["{file}", "--speeds", "1,1"], "--speeds gives 2 speeds, the workload has 4 ranks; give one each"),
-        (["{file}", "--speeds", "1,1,nan,1"], "--speeds: number 3 (rank 2) is nan, expected at least 0"),
+        (["{file}", "--speeds", "1,1,nan,1"],
+         "--speeds: number 3 (rank 2) is nan, expected a finite number, at least 0"),
         (["{file}", "--speeds", "0,0,0,0"], "--speeds: all are 0, expected one above 0 at least"),
         (["{texts}", "--tolerance", "-1"],
          "--tolerance -1.0: expected a number from 0 to 131,072 such as 0.05, which is 5 %"),

@@ -90,6 +90,8 @@ def test_units_as_people_read_them() -> None:
     assert format_time(3e-9) == "3 ns"
     assert format_count(12_345) == "12.3K"
     assert format_count(7) == "7"
+    assert format_count(2.25e15) == "2.25P"
+    assert [format_count(n) for n in (999, 999_499, 999_501)] == ["999", "999K", "1M"]
 
 
 def test_users_mistakes_have_exit_code_two() -> None:

@@ -164,6 +164,16 @@ def test_the_choice_is_the_cheapest_candidate(lengths: list[int], ranks: int, to
     assert costs[0] == min(costs)
 
 
+@pytest.mark.parametrize("parts", [[32], [24, 8], [24, 7, 1]])
+def test_documents_over_many_ranks_are_compared_too(parts: list[int]) -> None:
+    """Among 32 ranks or more the woven layout is not always the cheapest of these."""
+    lengths = [part * 16_384 for part in parts]
+    layouts = layout_candidates(lengths, 16_384, 32, tolerance=0.02)
+    costs = {name: bytes_sent(make_plan(each, shape=LLAMA3_8B, tolerance=0.02)) for name, each in layouts.items()}
+    chosen = choose_layout(lengths, 16_384, 32, shape=LLAMA3_8B, tolerance=0.02)
+    assert bytes_sent(make_plan(chosen, shape=LLAMA3_8B, tolerance=0.02)) == min(costs.values()) < costs["woven"]
+
+
 def weighted_bytes(plan: DispatchPlan) -> float:
     """Bytes of both phases of the forward pass; those inside a node with their weight."""
     near, far = bytes_by_nearness(plan)

@@ -4,10 +4,14 @@ import re
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from steelyard.errors import UsageError
 from steelyard.plots.plans import PolicyWork, work_by_policy
+from steelyard.plots.work import draw_work_panel
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
@@ -43,6 +47,23 @@ def test_many_ranks_are_few_shapes(tmp_path: Path, speeds: tuple[float, ...]) ->
     texts = drawn(tmp_path, [PolicyWork("packed", [0, *[1] * 998, 999], 0)], speeds=speeds)
     assert ("no bar: 1 of speed 0" in texts) == bool(speeds)
     assert (tmp_path / "work.svg").read_text().count("<path") < 100
+
+
+@pytest.mark.parametrize("ranks", [4, 12, 13, 64, 600])
+@pytest.mark.parametrize("busiest", [0, -1])
+def test_the_busiest_ranks_number_stays_in_its_panel(busiest: int, ranks: int) -> None:
+    figure = Figure(figsize=(9.0, 4.0), dpi=200, layout="constrained")  # as `picture`
+    panels = figure.subplots(1, 2)
+    work = np.ones(ranks)
+    work[busiest] = 1.59
+    for axes in panels:
+        draw_work_panel(axes, work, np.zeros(ranks), work)
+        axes.set_ylim(0, 3)
+    FigureCanvasAgg(figure).draw()
+    for axes in panels:
+        (number,) = [text for text in axes.texts if text.get_text().startswith("1.59")]
+        box, panel = number.get_window_extent(), axes.get_window_extent()
+        assert panel.x0 <= box.x0 and box.x1 <= panel.x1
 
 
 def test_one_rank_is_number_0(tmp_path: Path) -> None:

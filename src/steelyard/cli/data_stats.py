@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from steelyard.cli.flags import Switch, parse_flags
 from steelyard.cli.output import command_output
+from steelyard.data import failures
 from steelyard.data.config import Format, SourceConfig
 from steelyard.data.failures import SkipReport
 from steelyard.data.lengths import DEFAULT_RANKS, DataStatistics, ScanProgress, data_statistics
@@ -71,7 +73,7 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
     if not source_path.exists() and not any(c in flags.path for c in "*?["):
         raise UsageError(f"no file or folder {flags.path}{nearest_sibling(source_path)}")
     with command_output(as_json=flags.json) as output:
-        with scan_progress() as progress:
+        with scan_progress() as progress, failures_said_once():
             statistics = data_statistics(
                 SourceConfig(path=flags.path, format=flags.format, field=flags.field, suffixes=flags.suffixes),
                 tokenizer=flags.tokenizer,
@@ -112,11 +114,23 @@ def print_statistics(console: Console, statistics: DataStatistics) -> None:
     print_left_out(console, statistics.skipped, statistics.ignored_files)
 
 
+@contextlib.contextmanager
+def failures_said_once() -> Iterator[None]:
+    """No warning for each file that cannot be used: `print_left_out` is to say them all."""
+    warnings = logging.getLogger(failures.__name__)
+    level = warnings.level
+    warnings.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        warnings.setLevel(level)
+
+
 def print_left_out(console: Console, skipped: SkipReport, ignored_files: Mapping[str, int]) -> None:
     """Documents that could not be used, by reason, and files that were not read, by their ending."""
     for reason, count in skipped.counts.items():
-        example = next(iter(skipped.examples.get(reason, ())), "")
-        line = f"[yellow]left out[/] {count:,} {reason}" + (f", for example {escape(example)}" if example else "")
+        examples = "; ".join(skipped.examples.get(reason, ()))
+        line = f"[yellow]left out[/] {count:,} {reason}" + (f", for example {escape(examples)}" if examples else "")
         console.print(line, soft_wrap=True)
     if ignored_files:
         most = sorted(ignored_files.items(), key=lambda item: -item[1])[:8]

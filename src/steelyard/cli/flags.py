@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -103,7 +104,8 @@ def check_picture(path: Path | None, flag: str = "--plot") -> None:
     """Refuse a picture that cannot be written, before anything is computed for it.
 
     Raises:
-        UsageError: another ending than a picture's, a folder, or one in a folder that does not exist.
+        UsageError: another ending than a picture's, a folder, one in a folder that does not exist, or a place where
+            nothing can be written.
     """
     if path is not None and path.suffix not in PICTURES:
         raise UsageError(f"{flag} {path}: expected a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
@@ -111,6 +113,41 @@ def check_picture(path: Path | None, flag: str = "--plot") -> None:
         raise UsageError(f"{flag} {path}: this is a folder; expected a file")
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
+    if path is not None:
+        check_writable(path, flag)
+
+
+def check_folder(path: Path | None, flag: str = "--plot") -> None:
+    """The same for a folder, which need not exist yet; nothing is made.
+
+    Raises:
+        UsageError: it is a file or would lie below one, or nothing can be written there.
+    """
+    if path is None:
+        return
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        what = "it is a file" if existing == path else f"{existing} is a file"
+        raise UsageError(f"{flag} {path}: {what}; expected a folder for pictures and report")
+    check_writable(existing / "report.html", flag)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse a file that cannot be written, by trying: rights alone do not tell (read-only disks, /proc, root).
+
+    Raises:
+        UsageError: with what the system says about it.
+    """
+    try:
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        what = f"{path} cannot be written" if path.exists() else f"no file can be made in {path.parent}"
+        raise UsageError(f"{flag}: {what} ({error.strerror}); expected a place that can be written") from error
 
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -138,7 +175,8 @@ def _message_of(box: str) -> str:
             blocks[-1].extend(text.split())
     # Where stdout is not UTF-8 the box has no frame, and its title is a block of its own.
     words = blocks[0] if "╭" in box or len(blocks) == 1 else blocks[1]
-    message = " ".join(words).removesuffix(".").removesuffix(" (required)") or "the flags could not be read"
+    message = " ".join(words).removesuffix(".").removesuffix(" (required)").removesuffix(".")
+    message = message or "the flags could not be read"
     for pattern, replacement in _PLAINER:
         message = re.sub(pattern, replacement, message)
     return message
@@ -146,6 +184,7 @@ def _message_of(box: str) -> str:
 
 _NEITHER = r"no type matching \S+ could be instantiated from \[('.*?')\]\..*"
 _PLAINER = (
+    (r"^Missing from [^:]*: (--\S+ \S+|[^-\s]\S*) ", r"missing \1: "),  # and what it is
     (r"^Missing from [^:]*: ", "missing "),
     (r"^Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 \2: expected a whole number"),
     (r"^Error parsing (\S+): could not convert string to float: (.*)", r"\1 \2: expected a number"),

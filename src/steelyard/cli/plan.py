@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +15,20 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from steelyard.cli.data_stats import print_left_out, scan_progress
+from steelyard.cli.data_stats import failures_said_once, print_left_out, scan_progress
 from steelyard.cli.flags import Switch, check_picture, parse_flags
 from steelyard.cli.output import command_output
-from steelyard.cli.plan_report import Planned, Request, as_json, draw_plans, print_plans
+from steelyard.cli.plan_report import Planned, Refusal, Request, as_json, draw_plans, print_plans
 from steelyard.data.config import DataConfig, Format, SourceConfig
 from steelyard.data.lengths import data_statistics
 from steelyard.data.stream import ChunkStream
 from steelyard.data.tokenizers import load_tokenizer
 from steelyard.data.workload import Workload, chunk_workload, pack_workload, read_workload
 from steelyard.domain.limits import MAX_DOCUMENT_TOKENS, MAX_RANKS, MAX_TOKENS_PER_RANK
+from steelyard.domain.model_shape import MODEL_SHAPES
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
-from steelyard.errors import UsageError
+from steelyard.errors import PlanError, UsageError
 from steelyard.library import Goal, attention_shape, keys_of_a_row
 from steelyard.planner import POLICIES
 from steelyard.planner.measure import COMPARED, measure_plan
@@ -45,6 +47,11 @@ DEFAULT_NODE_WEIGHT = 0.125
 MOST = {"--ranks": MAX_RANKS, "--chunk-tokens": MAX_TOKENS_PER_RANK, "--batches": 1 << 20}
 OF_DOCUMENTS = ("ranks", "chunk_tokens", "batches", "documents", "tokenizer", "format", "field", "suffixes")
 QUIET_S = 2.0
+REASONS_SHOWN = 3  # of the batches without a plan; the notes below the tables name all of them
+MODEL_HELP = (
+    f"A built-in name ({', '.join(dict.fromkeys(shape.name for shape in MODEL_SHAPES.values()))}), or a Transformers "
+    "config.json: bytes of a query and of a key."
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,7 @@ class PlanFlags:
     policy: str = "balanced"
     """`balanced`, `packed`, `wlb`, `per_document_cp`, `head_tail`, `greedy`, or `all` of these; or `reference`, the
     fewest bytes there are, for some hundred tokens (needs scipy)."""
-    model: str = "llama3-8b"
-    """A built-in name (`llama3-8b`, `llama-34b`), or a Transformers config.json: bytes of a query and of a key."""
+    model: Annotated[str, tyro.conf.arg(help=MODEL_HELP)] = "llama3-8b"
     tolerance: float = 0.05
     """No rank's work above (1 + tolerance) × its share; 0.05 is 5 %."""
     layout: Literal["chosen", "given"] = "chosen"
@@ -129,32 +135,40 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
             layout=flags.layout,
             documents=None if _is_workload_file(flags) else flags.documents,
         )
-        plans = _plans(request, policies)
-        print_plans(output.console, request, plans)
-        output.result(as_json(request, plans))  # before the picture, which may fail on a full disk
+        plans, refused = _plans(request, policies)
+        print_plans(output.console, request, plans, refused)
+        output.result(as_json(request, plans, refused))  # before the picture, which may fail on a full disk
         if flags.plot is not None:
             if "packed" not in plans:  # what it would be without us
-                plans = {**_plans(request, ("packed",), repeats=1), **plans}
+                plans = {**_plans(request, ("packed",), repeats=1)[0], **plans}
             draw_plans(flags.plot, request, plans)
             output.console.print(f"wrote {flags.plot}", soft_wrap=True, markup=False)
+    if refused:  # the tables of all other batches and policies stand above it
+        raise PlanError("; ".join(f"{r.policy}, batch {r.batch}: {r.reason}" for r in refused[:REASONS_SHOWN]))
     return 0
 
 
-def _plans(request: Request, policies: Sequence[str], *, repeats: int = 3) -> Planned:
+def _plans(request: Request, policies: Sequence[str], *, repeats: int = 3) -> tuple[Planned, list[Refusal]]:
+    """Plans by policy, and the batches that a policy has no plan for."""
     layouts = request.workload.layouts()
     plans: Planned = {}
+    refused = []
     for policy in policies:
         plans[policy] = []
         for batch, layout in enumerate(layouts):
             with said_if_slow(f"planning {policy}, batch {batch + 1} of {len(layouts)} ({layout.ranks:,} ranks)"):
-                plans[policy].append(
-                    measure_plan(
+                try:
+                    measured = measure_plan(
                         layout, policy=policy, shape=request.shape, tolerance=request.tolerance,
                         topology=request.topology, window=request.window, objective=request.objective, batch=batch,
                         layout_chosen=request.layout == "chosen", repeats=repeats,
-                    )
-                )  # fmt: skip
-    return plans
+                    )  # fmt: skip
+                except PlanError as error:
+                    reason = re.sub(r"(its )?memory_tokens", "--memory-tokens", str(error))
+                    refused.append(Refusal(policy, batch, reason))
+                else:
+                    plans[policy].append(measured)
+    return plans, refused
 
 
 def _print_on_stderr(line: str) -> None:
@@ -223,7 +237,9 @@ def _speeds(given: str) -> tuple[float, ...]:
                 f"--speeds: number {place + 1} is {part.strip()!r}, expected for example 1,1,0.5"
             ) from None
         if not (isfinite(speeds[-1]) and speeds[-1] >= 0):
-            raise UsageError(f"--speeds: number {place + 1} (rank {place}) is {part.strip()}, expected at least 0")
+            raise UsageError(
+                f"--speeds: number {place + 1} (rank {place}) is {part.strip()}, expected a finite number, at least 0"
+            )
     if speeds and not any(speeds):
         raise UsageError("--speeds: all are 0, expected one above 0 at least")
     return tuple(speeds)
@@ -270,7 +286,7 @@ def _from_documents(flags: PlanFlags, console: Console) -> Workload:
     source = SourceConfig(path=flags.workload, format=flags.format, field=flags.field, suffixes=flags.suffixes)
     if flags.documents == "cut":
         return _as_trained(source, flags.tokenizer, chunk_tokens, flags.ranks, batches, console)
-    with scan_progress() as progress:
+    with scan_progress() as progress, failures_said_once():
         statistics = data_statistics(
             source,
             tokenizer=flags.tokenizer,
@@ -295,7 +311,7 @@ def _as_trained(
         append_eos=loaded.eos_id is not None,
     )  # fmt: skip
     stream = ChunkStream(config, tokenizer=loaded)
-    with said_if_slow(f"reading {batches} × {ranks:,} chunks of {source.path}"):
+    with said_if_slow(f"reading {batches} × {ranks:,} chunks of {source.path}"), failures_said_once():
         workload = chunk_workload(stream, name=source.path, batches=batches)
     print_left_out(console, stream.skipped, stream.sources[0].listing.ignored)
     return workload

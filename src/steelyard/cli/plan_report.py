@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -22,18 +22,27 @@ from steelyard.planner.checks import BALANCED_POLICIES
 from steelyard.planner.measure import SPANNING_BOUND_RANKS, MeasuredPlan, PlanFigures
 from steelyard.planner.objective import Objective
 
-GIB = 2**30
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 Planned: TypeAlias = dict[str, list[MeasuredPlan]]
-"""Plans of all batches of a workload, by policy."""
+"""Plans of all batches of a workload that there are plans for, by policy."""
 
 LEGEND = f"""\
-work: busiest rank over its share. GiB: sent by all ranks in one layer's forward
-pass. busiest: GiB in or out of one rank on the way to the servers. /bound: over
+work: busiest rank over its share. {{unit}}: sent by all ranks in one layer's forward
+pass. busiest: {{unit}} in or out of one rank on the way to the servers. /bound: over
 the least possible; with a * over a weaker bound, where a document spans ranks
 (up to {SPANNING_BOUND_RANKS} of them); – where none is known, or the policy promises no balance.
 pairs: of query and key, all work. tokens: fullest rank over the mean. moved:
 ranges of queries computed on another rank; where documents span ranks, keys
 travel besides."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A batch that a policy has no plan for, and why."""
+
+    policy: str
+    batch: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Request:
     documents: Literal["span", "cut"] | None
 
 
-def as_json(request: Request, plans: Planned) -> dict[str, Any]:
+def as_json(request: Request, plans: Planned, refused: Sequence[Refusal]) -> dict[str, Any]:
     """All figures, unrounded. Documented in docs/plan.md."""
     return {
         "policies": {
@@ -83,10 +92,11 @@ def as_json(request: Request, plans: Planned) -> dict[str, Any]:
         "window": request.window,
         "layout": request.layout,
         "row_keys": request.objective.row_keys,
+        "refused": [asdict(refusal) for refusal in refused],
     }
 
 
-def print_plans(console: Console, request: Request, plans: Planned) -> None:
+def print_plans(console: Console, request: Request, plans: Planned, refused: Sequence[Refusal]) -> None:
     workload = request.workload
     documents = sum(int(np.count_nonzero(batch)) for batch in workload.batches)
     console.print(
@@ -96,16 +106,33 @@ def print_plans(console: Console, request: Request, plans: Planned) -> None:
         f"tolerance {request.tolerance:g}",
         soft_wrap=True,
     )
+    unit, unit_bytes = _unit(max((m.figures.bytes_total for measured in plans.values() for m in measured), default=0))
     for policy, measured in plans.items():
-        console.print()
-        _print_policy(console, policy, [m.figures for m in measured])
-    notes = [note for policy, measured in plans.items() for note in _notes(policy, measured, request)]
+        if measured or not refused:
+            console.print()
+            _print_policy(console, policy, [m.figures for m in measured], unit, unit_bytes)
+    notes = [
+        f"{policy}: no plan for batch {', '.join(str(r.batch) for r in refused if r.policy == policy)}"
+        for policy in dict.fromkeys(r.policy for r in refused)
+    ]
+    notes += [note for policy, measured in plans.items() for note in _notes(policy, measured, request)]
     notes += _notes_on_all(request)
     if notes:
         console.print()
     for note in notes:
         console.print(f"[yellow]{note}[/]", soft_wrap=True)
-    console.print(f"\n{LEGEND}", style="dim", soft_wrap=True)
+    console.print(f"\n{LEGEND.format(unit=unit)}", style="dim", soft_wrap=True)
+
+
+def _unit(size_bytes: int) -> tuple[str, int]:
+    """The unit of all tables: the largest that the largest figure holds one of."""
+    return next((unit for unit in UNITS if size_bytes >= unit[1]), UNITS[-1] if size_bytes else UNITS[0])
+
+
+def _size(size_bytes: int, unit_bytes: int, digits: int) -> str:
+    """So many decimals; where all would be 0, the first digit that is not."""
+    value = size_bytes / unit_bytes
+    return f"{value:.{digits}f}" if not value or value >= 10**-digits else f"{value:.1g}"
 
 
 def _counted(count: int, one: str, many: str = "") -> str:
@@ -123,7 +150,8 @@ def _notes(policy: str, measured: Sequence[MeasuredPlan], request: Request) -> I
         yield f"{policy}: cap not honoured by this policy; {where}"
     if any(np.isinf(m.figures.work_max_over_mean) for m in measured):
         yield f"{policy}: ranks of speed 0 have work; it cannot finish"
-    whole = sum(int(pairs_before_array(n, request.window).sum()) for n in request.workload.batches)
+    batches = request.workload.batches
+    whole = sum(int(pairs_before_array(batches[m.figures.batch], request.window).sum()) for m in measured)
     done = sum(m.figures.pairs_total for m in measured)
     if done < whole:
         yield (
@@ -145,22 +173,34 @@ def _notes_on_all(request: Request) -> Iterator[str]:
         )
 
 
-_COLUMNS = ("batch", "work", "GiB", "/bound", "busiest", "/bound", "pairs", "tokens", "moved", "plan ms", "tables ms")
+_COLUMNS = (
+    "batch",
+    "work",
+    "{unit}",
+    "/bound",
+    "busiest",
+    "/bound",
+    "pairs",
+    "tokens",
+    "moved",
+    "plan ms",
+    "tables ms",
+)
 
 
-def _print_policy(console: Console, policy: str, rows: Sequence[PlanFigures]) -> None:
+def _print_policy(console: Console, policy: str, rows: Sequence[PlanFigures], unit: str, unit_bytes: int) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True, min_width=5)
+        table.add_column(name.format(unit=unit), justify="right", no_wrap=True, min_width=5)
     for f in rows:
         table.add_row(
             f"{f.batch}",
             f"{f.work_max_over_mean:.3f}",
-            f"{f.bytes_total / GIB:.2f}",
+            _size(f.bytes_total, unit_bytes, 2),
             _ratio(f.bytes_total, f.lower_bound_bytes)
             if f.spanning_lower_bound_bytes is None
             else _ratio(f.bytes_total, f.spanning_lower_bound_bytes, "*"),
-            f"{f.busiest_bytes / GIB:.3f}",
+            _size(f.busiest_bytes, unit_bytes, 3),
             _ratio(f.busiest_bytes, f.busiest_lower_bound_bytes),
             format_count(f.pairs_total),
             f"{f.tokens_max_over_mean:.2f}",
@@ -202,7 +242,8 @@ def draw_plans(path: Path, request: Request, plans: Planned) -> None:
             m.figures.pairs_total / whole,
         )
         for policy in ordered
-        for m in [plans[policy][worst]]
+        for m in plans[policy]
+        if m.figures.batch == worst
     ]
     rows = f" Work is time: {request.objective.row_keys:,} keys a query row." if request.objective.row_keys else ""
     note = (
@@ -211,7 +252,7 @@ def draw_plans(path: Path, request: Request, plans: Planned) -> None:
         f"Each bar is a multiple of the rank's share of the work under its policy.{rows}"
     )
     title = None
-    if len(panels) > 2 and "balanced" in plans:
+    if len(panels) > 2 and panels[1].policy == "balanced":
         packed, balanced = (busiest(panel, speeds) for panel in panels[:2])
         title = f"Work of the busiest rank over its share: packed {packed}, balanced {balanced}"
         if packed.endswith("×") and balanced.endswith("×"):

@@ -28,8 +28,8 @@ def format_time(time_s: float) -> str:
 def format_count(count: float) -> str:
     """12345 → '12.3K'."""
     value = float(count)
-    for unit in ("", "K", "M", "G"):
-        if abs(value) < 1000:
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if abs(value) < 999.5:  # more would be shown as 1e+03
             return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
         value /= 1000
-    return f"{value:.3g}T"
+    return f"{value:.3g}E"

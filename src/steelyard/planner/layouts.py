@@ -38,7 +38,7 @@ from steelyard.planner.work import RowWork
 
 FORWARD = Objective(passes="forward")
 CHEAP_CUT = 16  # a document of up to 1/16 of a rank's tokens may be cut to fill a rank up: its keys are few
-COMPARED_RANKS = 16  # up to as many, all candidates are planned and compared; with more, that costs more than it saves
+COMPARED_RANKS = 16  # up to as many, or for a document longer than as many, all candidates are planned and compared
 HEADS_TRIED = 64  # parts, lightest first, of which the one that begins first is cut
 GUESSES = 5  # of a tail's length; then halving is surer
 
@@ -57,9 +57,11 @@ def choose_layout(
     """Place the tokens of one nano-batch so that its balanced plan sends few bytes (those inside a node count
     `intra_node_weight`).
 
-    Up to 16 ranks, and wherever links or memory make ranks differ, every candidate is planned and the cheapest taken.
-    Otherwise it is the woven one, unplanned: it was the cheapest in every batch measured at 64 and 512 ranks
-    (`docs/results/planner.md`), and planning all three would take longer than the step's other decisions together.
+    Up to 16 ranks, wherever a document is longer than 16 ranks, and wherever links or memory make ranks differ, every
+    candidate is planned and the cheapest taken. Otherwise it is the woven one, unplanned: it was the cheapest in every
+    batch measured at 64 and 512 ranks (`docs/results/planner.md`), and planning all would take longer than the step's
+    other decisions together. Of documents over more ranks than that, woven parts are many and short: contiguous ranges
+    or head-tail were up to a tenth cheaper, woven ones up to a tenth in other batches.
 
     Documents keep their numbers (their place in `doc_lengths` without zeros). No rank holds more than
     `tokens_per_rank` tokens. Ties go to the first of `layout_candidates`.
@@ -77,7 +79,9 @@ def choose_layout(
     """
     topology = topology if topology is not None else Topology(ranks)
     weighted = topology.node_size > 1 and topology.intra_node_weight < 1
-    if ranks > COMPARED_RANKS and not weighted and not topology.memory_tokens:
+    alike = not weighted and not topology.memory_tokens
+    compared_tokens = COMPARED_RANKS * tokens_per_rank
+    if alike and ranks > COMPARED_RANKS and max(doc_lengths, default=0) <= compared_tokens:
         return woven_layout(
             doc_lengths, tokens_per_rank, ranks,
             topology=topology, tolerance=tolerance, window=window, row_keys=objective.row_keys,

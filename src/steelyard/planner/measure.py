@@ -21,7 +21,7 @@ from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.planner import make_plan
 from steelyard.planner.balanced import DEFAULT_OBJECTIVE
-from steelyard.planner.baselines.relay import cut_at_ranks
+from steelyard.planner.baselines.relaid import cut_at_ranks
 from steelyard.planner.bounds import busiest_bytes_bound, total_bytes_bound
 from steelyard.planner.checks import BALANCED_POLICIES, PlanReport, max_over_mean, verify
 from steelyard.planner.layouts import choose_layout
@@ -134,12 +134,12 @@ def measure_plan(
         topology = Topology(layout.ranks)
     require_countable(layout.doc_lengths, "plan", objective.row_keys)
     given = cut_at_ranks(layout) if policy == "packed" else layout
-    relays = layout_chosen and policy == "balanced" and layout.spans_ranks
+    relaid = layout_chosen and policy == "balanced" and layout.spans_ranks
     tokens_per_rank = int(layout.tokens_by_rank.max())
 
     def plan_it() -> DispatchPlan:
         placed = given
-        if relays:
+        if relaid:
             placed = choose_layout(
                 layout.doc_lengths.tolist(), tokens_per_rank, layout.ranks,
                 shape=shape, topology=topology, tolerance=tolerance, window=window, objective=objective,

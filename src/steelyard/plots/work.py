@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from steelyard.plots.style import ATTENTION, IDLE, INK, MUTED, TOKEN_WISE, horiz
 
 _LABELLED_RANKS = 12
 """With more ranks than this, numbers above the bars would touch; only the largest keeps its own."""
+_LABEL_WIDTH = 0.2
+"""Of a number above a bar, as part of a panel, with something to spare."""
 _SINGLE_BARS = 200
 """With more ranks than this, bars are narrower than a pixel or two, and one outline is drawn instead of all of them."""
 
@@ -92,13 +95,14 @@ def draw_work_panel(
     sign = "×" if ranks <= 4 or ranks > _LABELLED_RANKS else ""
     for i in np.flatnonzero(~np.isnan(total)) if ranks <= _LABELLED_RANKS else [int(np.nanargmax(total))]:
         busiest = total[i] == highest
+        side = _side_of_label(int(i), ranks)
         on_pale = highest - total[i] > 0.1 * highest
         axes.annotate(
             f"{total[i]:.2f}{sign}",
             (i, total[i]),
-            xytext=(0, 4),
+            xytext=({"left": 2, "center": 0, "right": -2}[side], 4),
             textcoords="offset points",
-            ha="center",
+            ha=side,
             va="bottom",
             color=INK,
             fontweight="bold" if busiest else "normal",
@@ -111,6 +115,13 @@ def draw_work_panel(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9) if ranks > 12 else FixedLocator(range(ranks)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}" if 0 <= value < ranks else ""))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+
+
+def _side_of_label(rank: int, ranks: int) -> Literal["left", "center", "right"]:
+    """The side of a number that stands at its rank: among many ranks, those at the ends have no room for half of it."""
+    if ranks > _LABELLED_RANKS and not _LABEL_WIDTH / 2 <= rank / ranks <= 1 - _LABEL_WIDTH / 2:
+        return "left" if rank < ranks / 2 else "right"
+    return "center"
 
 
 def _draw_bars(axes: Axes, height: npt.NDArray[np.float64], bottom: npt.NDArray[np.float64], color: str) -> None:

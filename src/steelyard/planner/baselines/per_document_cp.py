@@ -13,7 +13,7 @@ from steelyard.domain.layout import Layout
 from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
-from steelyard.planner.baselines.relay import grouped_documents, head_tail_pieces, plan_at_home
+from steelyard.planner.baselines.relaid import grouped_documents, head_tail_pieces, plan_at_home
 
 
 def plan_per_document_cp(

@@ -17,7 +17,7 @@ from steelyard.domain.layout import Layout
 from steelyard.domain.plan import DispatchPlan
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
-from steelyard.planner.baselines.relay import plan_at_home
+from steelyard.planner.baselines.relaid import plan_at_home
 
 TOKEN_CAP_PERCENT = 150  # of the tokens of the fullest rank of the layout given: the memory that packing may use
 

@@ -5,7 +5,7 @@ import pytest
 
 from steelyard.domain.layout import Layout
 from steelyard.domain.topology import Topology
-from steelyard.planner.baselines.relay import cut_at_ranks, grouped_documents, head_tail_pieces
+from steelyard.planner.baselines.relaid import cut_at_ranks, grouped_documents, head_tail_pieces
 
 
 def pieces_by_rank(length: int, ranks: int) -> dict[int, list[tuple[int, int]]]:
