@@ -11,25 +11,28 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from steelyard.cost import collectives
 from steelyard.cost.attention_kernels import TileKernel
 from steelyard.cost.profiles import DeviceProfile, load_profile
 from steelyard.simulate import passes
+from steelyard.simulate.documents import uniform_documents
 from steelyard.simulate.microbenchmarks import measurements
 from steelyard.simulate.published import Case, cases_of
 from steelyard.simulate.step import simulate_step
 from steelyard.simulate.validate import load_tables
-from steelyard.simulate.workloads import uniform_documents
 
 TABLES = load_tables()
 Bounds = tuple[float, float]
 
 
-TENSOR_LAUNCHES = "TENSOR_LAUNCHES"
-"""A constant of `simulate.passes`, not of a profile, that is fitted with the A100's."""
+TENSOR_LAUNCHES, SWITCH_START = "TENSOR_LAUNCHES", "SWITCH_START"
+MODULES: Mapping[str, Any] = {TENSOR_LAUNCHES: passes, SWITCH_START: collectives}
+"""Constants of a module, not of a profile, that are fitted too."""
 
 
 def with_values(profile: DeviceProfile, names: Sequence[str], values: Sequence[float]) -> DeviceProfile:
@@ -38,8 +41,8 @@ def with_values(profile: DeviceProfile, names: Sequence[str], values: Sequence[f
     kernels = dict(profile.kernels)
     for name, value in zip(names, values, strict=True):
         kernel, dot, field = name.partition(".")
-        if name == TENSOR_LAUNCHES:
-            passes.TENSOR_LAUNCHES = float(value)
+        if name in MODULES:
+            setattr(MODULES[name], name, float(value))
         elif dot:
             kernels[kernel] = dataclasses.replace(kernels[kernel], **{field: float(value)})
         else:
@@ -83,8 +86,8 @@ def fit(
 
 
 def value_of(profile: DeviceProfile, name: str) -> float:
-    if name == TENSOR_LAUNCHES:
-        return float(passes.TENSOR_LAUNCHES)
+    if name in MODULES:
+        return float(getattr(MODULES[name], name))
     kernel, dot, field = name.partition(".")
     return float(getattr(profile.kernels[kernel], field) if dot else getattr(profile, name))
 
@@ -154,6 +157,7 @@ def main(chosen: Sequence[str]) -> None:
         fit("h100", ["nvidia_dgxc_h100_weak_scaling"], bounds)
     if "collectives" in what:
         fit_collectives("h200", "switch_all_reduce_bytes_per_s", (1e11, 1e12), "all_reduce H200 × 8", 2**26)
+        fit_collectives("h200", SWITCH_START, (0.5, 4.0), "all_reduce H200 × 8", 2**23)
         fit_collectives("b200", "network_hop_s", (1e-6, 2e-4), "all_reduce B200 × 32", 0)
     if "triton" in what:
         for device, gpu in (("h100", "H100"), ("a100", "A100")):

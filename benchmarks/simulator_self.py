@@ -41,9 +41,9 @@ from steelyard.domain.model_shape import ModelShape
 from steelyard.runtime.worker_pool import WorkerPool
 from steelyard.settings import to_toml
 from steelyard.simulate.calibrate import fit_profile
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate, simulate_step
-from steelyard.simulate.workloads import Documents
 from steelyard.train.assemble import share_cores
 from steelyard.train.config import AttentionConfig, CheckpointConfig, LogConfig, ParallelConfig, TrainConfig
 from steelyard.train.measure_device import TEXTS, measure, pool_groups, probe_s, train_quietly

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from steelyard.cli.main import main
 
@@ -100,9 +107,66 @@ def test_advise(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "--plot", str(picture),
     )  # fmt: skip
     assert values["tried"] == 30
+    assert values["untried"] > 0
     assert values["best"][0]["verdict"] in ("fits", "tight")
     assert values["best"][0]["reason"]
     assert picture.stat().st_size > 10_000
+
+
+def test_list_picture_and_json_of_advise_say_the_same(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("steelyard.plots.simulation.picture", lambda path, **said: _drawn_on(drawn, said["title"]))
+    call = ["advise", config, "--tokens-per-step", "131072", "--limit", "30", "--processes", "1", "--json",
+            "--sampling.batches", "3", "--plot", str(tmp_path / "map.png")]  # fmt: skip
+    assert main(call) == 0
+    said = capsys.readouterr()
+    values = json.loads(said.out)
+    best, fit = values["best"], values["fit"]
+    rates = [b["tokens_per_s_per_device"] for b in best]
+    assert drawn[0].startswith(f"{fit} of 30 configurations fit")
+    assert drawn[0].endswith(f"the best makes {rates[0]:,.0f} tokens/s per device")
+    assert f"30 configurations tried; --limit left out {values['untried']:,} more; {fit} of them fit" in said.err
+    assert f"1. {rates[0]:,.0f} tokens/s" in said.err
+    assert all(b["verdict"] in ("fits", "tight") for b in best)
+    refused = {r["reason"]: r["configurations"] for r in values["refused"]}
+    assert refused.get("does not fit in memory", 0) == 30 - fit
+
+
+def _drawn_on(titles: list[str], title: str) -> contextlib.AbstractContextManager[Figure]:
+    titles.append(title)
+    return contextlib.nullcontext(Figure())
+
+
+@pytest.mark.skipif(
+    not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="looks up child processes in /proc"
+)
+def test_ctrl_c_in_a_search_is_quiet_and_leaves_no_worker(config: str) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
+           "from steelyard.cli.main import main; sys.exit(main())"  # fmt: skip
+    search = subprocess.Popen(
+        [sys.executable, "-c", code, "advise", config, "--tokens-per-step", "4194304", "--processes", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    workers = f"/proc/{search.pid}/task/{search.pid}/children"
+    deadline = time.monotonic() + 60
+    while len(Path(workers).read_text().split()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = Path(workers).read_text().split()
+    assert len(children) == 2
+    os.killpg(search.pid, signal.SIGINT)  # as a terminal does: to all of them
+    out, err = search.communicate(timeout=60)
+    assert (search.returncode, out, err) == (130, "", "steelyard: interrupted\n")
+    assert not any(_runs(child) for child in children)
+
+
+def _runs(process: str) -> bool:
+    """Whether it still does: not whether init has taken note of its end."""
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
 
 
 def test_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

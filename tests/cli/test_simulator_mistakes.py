@@ -45,6 +45,7 @@ FILES = {
     "list.json": "[100, 200]",
     "mamba.json": '{"model_type": "mamba"}',
     "a-file": "",
+    "deep.json": "[" * 100_000,
     "digits.json": "[100, 12345678901234567890123]",
     "groups.toml": CONFIG.replace("nodes = 2", 'groups = [{device = "H100", nodes = -4}]'),
     "mixed.toml": CONFIG.replace("nodes = 2", 'slow_ranks = [0]\ngroups = [{device = "H100", nodes = 2}]'),
@@ -99,12 +100,15 @@ MISTAKES = [
     ("--documents.file folder --documents.sampler batches", "folder is a folder, sampler='batches' needs batches"),
     ("--documents.median 0", "median=0.0"),
     ("--documents.length 1 --run.chunk-tokens 1000000000", "expected at most 10,000,000; nearest: chunk_tokens="),
+    ("--documents.file deep.json", "has lists within lists without end; expected one of lengths"),
     ("--documents.file digits.json", "digits.json holds 12,345,678,901,234,567,890,123, expected fewer than"),
     ("--documents.length 2000000000", "expected fewer than 1,073,741,824"),
     ("--documents.sigma 1e9", "sigma=1000000000.0, longest=32768, expected"),
     # the rest
     ("--sampling.seed -1", "seed=-1, expected 0 or more; nearest: 0"),
     ("--sampling.batches 100000000", "batches=100,000,000, expected at most 10,000"),
+    ("--sampling.batches 9000 --run.micro-batches 4", "expected at most 20,000 plans; nearest: batches=5000"),
+    ("--run.micro-batches 100000", "nearest: batches=1 and micro_batches=20000"),
     ("--sampling.batches 10000 --documents.length 16", "expected at most 10,000,000 together; nearest: batches=4882"),
     ("--run.exchange-overhead-s -1", "exchange_overhead_s=-1.0, expected 0 … 10 seconds"),
     ("--run.exchange-overhead-s 1e9", "expected 0 … 10 seconds of each dispatch; nearest: 10"),
@@ -119,6 +123,7 @@ MISTAKES = [
     ("--run.tolerance -1", "tolerance=-1.0, expected a number from 0"),
     ("--sync.period 0", "sync: period=0, expected at least 1"),
     ("--plot a-file", "it is a file; expected a folder"),
+    ("--plot a-file/below", "a-file is a file; expected a folder"),
     ("--paralel.tensor 2", "unknown flag --paralel.tensor; did you mean --parallel.tensor?"),
 ]  # fmt: skip
 OTHER_COMMANDS = [
@@ -127,6 +132,7 @@ OTHER_COMMANDS = [
     ("advise mixed.toml", "the search does not take cluster.groups, cluster.slow_ranks; leave it out here"),
     ("advise sites.toml", "the search does not take [[sites]]"),
     ("advise c.toml --parallel.shard-ranks 2", "the search does not take parallel.shard_ranks"),
+    ("advise c.toml --documents.context-tokens 100 --documents.length 200", "nearest: context_tokens=200"),
     ("advise c.toml --limit 0", "--limit 0: expected at least 1"),
     ("advise c.toml --processes 0", "--processes 0: expected at least 1"),
     ("advise c.toml --tokens-per-step -7", "--tokens-per-step -7: expected at least 1"),
@@ -166,3 +172,24 @@ def test_a_file_that_is_no_text_is_no_profile(capsys: pytest.CaptureFixture[str]
     Path("bytes.toml").write_bytes(b"\xff\xfe\x00")
     assert main(["simulate", "c.toml", "--cluster.device", "bytes.toml"]) == 2
     assert "bytes.toml: cannot be read as a TOML file" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which not even root can make a file")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "simulate c.toml --plot /proc/report", "advise c.toml --plot /proc/map.png", "validate --plot /proc/p.png",
+        "plan c.toml --plot /proc/p.png", "calibrate --out /proc/x.toml",
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_found_before_computing(
+    call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steelyard.cli.simulate.simulate_step", None)
+    monkeypatch.setattr("steelyard.cli.advise.advise", None)
+    monkeypatch.setattr("steelyard.cli.validate.validate", None)
+    assert main(call.split()) == 2
+    said = capsys.readouterr().err
+    assert "no file can be made in /proc" in said
+    assert len(said.splitlines()) == 1

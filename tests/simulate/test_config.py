@@ -11,7 +11,9 @@ from steelyard.cost.profiles import load_profile
 from steelyard.errors import UsageError
 from steelyard.settings import load_toml
 from steelyard.simulate.advise import advise, as_json, describe
+from steelyard.simulate.answer import not_modelled
 from steelyard.simulate.config import SimulateConfig, shape_from_file
+from steelyard.simulate.documents import uniform_documents
 from steelyard.simulate.sites import simulate_sites
 from steelyard.simulate.step import simulate_step
 from steelyard.simulate.sweep import sweep
@@ -74,6 +76,9 @@ def test_mixed_clusters_and_slow_ranks_become_speeds(tmp_path: Path) -> None:
     slower = a100.peak_bf16_flops * a100.gemm_efficiency / (h200.peak_bf16_flops * h200.gemm_efficiency)
     assert scenario.speeds[2] == scenario.speeds[3] == pytest.approx(slower)
     assert 0.2 < slower < 0.5
+    assert scenario.profile.memory_bytes == a100.memory_bytes  # what fits must fit everywhere
+    assert scenario.profile.peak_bf16_flops == h200.peak_bf16_flops
+    assert any("memory of the smallest" in left for left in not_modelled(scenario, uniform_documents(100)))
     slow = load(SMALL.replace("nodes = 2", "nodes = 2\nslow_ranks = [1]"), tmp_path).scenario()
     assert slow.speeds == (1.0, 1 / 1.5, 1.0, 1.0)
 
@@ -120,6 +125,9 @@ def test_advice_is_sorted_and_refusals_are_counted(tmp_path: Path) -> None:
     assert speeds == sorted(speeds, reverse=True)
     assert all(e.memory.verdict != "does not fit" for e in advice.best)
     assert all(e.scenario.degrees.devices == 8 and e.tokens == 131072 for e in advice.best)
+    first = advice.outcomes[: len(advice.best)]
+    assert [o.tokens_per_s_per_device for o in first] == [e.tokens_per_s_per_device for e in advice.best]
+    assert [bool(o.refused) for o in advice.outcomes] == sorted(bool(o.refused) for o in advice.outcomes)
     values = as_json(advice)
     assert values["tried"] == len(advice.outcomes) <= 60
     assert sum(r["configurations"] for r in values["refused"]) == sum(advice.refusals.values())

@@ -11,9 +11,10 @@ from steelyard.domain.arrays import int_column
 from steelyard.domain.degrees import Degrees
 from steelyard.domain.model_shape import model_shape
 from steelyard.simulate.document_spans import NAMED_DOCUMENTS, by_document
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.sampled_trace import sampled_trace
 from steelyard.simulate.scenario import Scenario
-from steelyard.simulate.workloads import Documents, WorkloadCache
+from steelyard.simulate.workloads import WorkloadCache
 
 LENGTHS = [9000, 300, 2000, 100, 50, 4000, 700, 700, 700, 600, 500, 400, 300, 200, 200, 18]
 DOCUMENTS = Documents("d", int_column(LENGTHS), "batches", (int_column(LENGTHS),))

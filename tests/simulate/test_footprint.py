@@ -14,9 +14,9 @@ from steelyard.domain.degrees import Degrees
 from steelyard.domain.model_shape import ModelShape
 from steelyard.model.config import ModelConfig
 from steelyard.model.transformer import Decoder
+from steelyard.simulate.documents import uniform_documents
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import simulate_step
-from steelyard.simulate.workloads import uniform_documents
 from steelyard.train.config import OptimizerConfig
 from steelyard.train.optimizer import build_adamw
 

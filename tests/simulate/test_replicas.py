@@ -30,6 +30,23 @@ def test_every_step_waits_for_the_slowest() -> None:
     assert found.busy == pytest.approx((0.25, 1.0), rel=0.01)
 
 
+@pytest.mark.parametrize(("sites", "spreads"), [(2, 0.5642), (8, 1.4236), (50, 2.2491)])
+def test_the_slowest_of_more_replicas_is_slower(sites: int, spreads: float) -> None:
+    """Means of the largest of n standard normal numbers, from tables."""
+    steps = np.array([0.9, 1.1])
+    alike = [Site(str(i), steps, 1000, FAST) for i in range(sites)]
+    one = simulate_replicas(alike, SyncMode(), 1.0).step_time_s
+    assert one == pytest.approx(1 + 0.1 * spreads, abs=1e-4)
+    rare = simulate_replicas(alike, SyncMode("local_sgd", period=100), 1.0).step_time_s
+    assert rare == pytest.approx(1 + 0.01 * spreads, abs=1e-4)
+
+
+def test_spread_costs_nothing_beside_a_much_slower_replica() -> None:
+    steps = np.array([0.9, 1.1])
+    sites = [Site("a", steps, 1000, FAST), Site("b", 4 * np.ones(2), 1000, FAST)]
+    assert simulate_replicas(sites, SyncMode(), 1.0).step_time_s == pytest.approx(4.0, abs=1e-4)
+
+
 def test_a_slow_link_is_paid_once_a_period_and_less_with_compression_and_overlap() -> None:
     each = run(SyncMode(), link=SLOW)
     rare = run(SyncMode("diloco", period=50), link=SLOW)

@@ -7,6 +7,7 @@ import pytest
 
 from steelyard.domain.arrays import int_column
 from steelyard.domain.degrees import Degrees
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.published import points_of
 from steelyard.simulate.reproduce import (
     ASSUMPTIONS,
@@ -21,7 +22,7 @@ from steelyard.simulate.reproduce import (
 from steelyard.simulate.step import simulate_step
 from steelyard.simulate.streams import published_documents
 from steelyard.simulate.validate import load_tables
-from steelyard.simulate.workloads import Documents, WorkloadCache
+from steelyard.simulate.workloads import WorkloadCache
 
 POINT = {"model": "llama-8b", "parallelism": "3D", "n_gpus": 64, "max_doc_len": 131072, "tokens_per_batch": 1048576}
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
 import pytest
 
 from steelyard.cost.profiles import load_profile
+from steelyard.domain.arrays import int_column
 from steelyard.domain.degrees import Degrees
 from steelyard.domain.model_shape import model_shape
 from steelyard.errors import UsageError
 from steelyard.simulate.answer import as_json, next_configurations
+from steelyard.simulate.document_spans import by_document
+from steelyard.simulate.documents import Documents, lognormal_documents, uniform_documents
 from steelyard.simulate.sampled_trace import pipeline_trace, sampled_trace
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import PARTS, StepEstimate, simulate_step
-from steelyard.simulate.workloads import Documents, WorkloadCache, int_column, lognormal_documents, uniform_documents
+from steelyard.simulate.workloads import WorkloadCache
 
 H200 = load_profile("h200")
 MODEL = model_shape("llama3-8b").with_layers(4)
@@ -209,8 +213,51 @@ def test_traces_of_sampled_ranks() -> None:
     assert set(spans) == {0, 7}
     assert {"compute", "attention", "transfer"} <= {s.track for s in spans[0]}
     assert max(s.end_s for s in spans[0]) == pytest.approx(max(s.end_s for s in spans[7]), rel=0.2)
-    stages = pipeline_trace(scenario(degrees=Degrees(data=2, stage=4), micro_batches=4), cache)
-    assert [len(s) for s in stages.values()] == [8] * 4
+
+
+def test_tensor_transfers_are_drawn_as_transfers_and_launches_as_no_work() -> None:
+    slow_host = H200.replace(layer_host_s=1.0)
+    axes = scenario(degrees=Degrees(data=2, tensor=4), profile=slow_host)
+    [spans] = sampled_trace(axes, WorkloadCache(MIXED), ranks=(0,)).values()
+    about = {s.track for s in spans if "tensor axis" in s.name}
+    assert about == {"transfer", "wait"}
+    assert {s.track for s in spans if "launches" in s.name} == {"host"}
+
+
+def test_a_pipeline_s_trace_is_the_step_that_was_estimated() -> None:
+    """Uneven stages, the head and the transfers between stages are in both."""
+    lengths = int_column([20000, 12768] + [512] * 192)
+    given = Documents("given", lengths, "batches", (lengths,))
+    axes = scenario(
+        model=MODEL.with_layers(5), degrees=Degrees(data=1, tensor=2, stage=4), micro_batches=4, policy="wlb"
+    )
+    stages = pipeline_trace(axes, WorkloadCache(given))
+    estimate = simulate_step(axes.replace(skip_optimizer=True), given, batches=1)
+    once_s = estimate.step_time_s * sum(estimate.shares[n] for n in ("gradient reduction", "optimizer", "overhead"))
+    assert max(s.end_s for spans in stages.values() for s in spans) == pytest.approx(estimate.step_time_s - once_s)
+    busy = sum(s.duration_s for spans in stages.values() for s in spans if s.track in ("compute", "attention")) / 4
+    work = sum(estimate.shares[n] for n in ("token_wise", "attention", "head"))
+    assert busy == pytest.approx(work * estimate.step_time_s)
+    for spans in stages.values():
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
+
+
+def test_a_lockstep_trace_shows_a_tick_in_which_all_stages_work() -> None:
+    axes = scenario(degrees=Degrees(data=4, stage=2), micro_batches=4, policy="balanced")
+    cache = WorkloadCache(MIXED)
+    spans = by_document(sampled_trace(axes, cache, layers=1), axes, cache)
+    assert sorted(spans) == list(range(8))
+    for own in spans.values():
+        assert any(s.track == "compute" for s in own)
+        assert all("document" in s.args for s in own if s.track == "attention")
+
+
+def test_a_ring_goes_round_again_where_attention_is_computed_again() -> None:
+    slow_net = H200.replace(node_bytes_per_s=1e9)
+    axes = {"policy": "per_document_cp", "degrees": Degrees(context=4), "context_exchange": "ring", "profile": slow_net}
+    kept, again = (run(recompute=r, **axes) for r in ("token_wise", "full"))
+    exchange_s = [e.shares["exchange"] * e.step_time_s for e in (kept, again)]
+    assert exchange_s[1] > 1.25 * exchange_s[0]  # four times through the ring instead of three, less what hides it
 
 
 def test_a_step_of_4096_devices_takes_a_second() -> None:

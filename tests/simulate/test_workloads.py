@@ -11,18 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.profiles import load_profile
+from steelyard.domain.arrays import int_column
 from steelyard.domain.shapes import LLAMA3_8B
 from steelyard.errors import UsageError
-from steelyard.simulate.workloads import (
+from steelyard.simulate.documents import (
     Documents,
-    WorkloadCache,
-    WorkRequest,
     cut_at_multiples,
     documents_from_json,
-    int_column,
     lognormal_documents,
     uniform_documents,
 )
+from steelyard.simulate.workloads import WorkloadCache, WorkRequest
 
 
 def request(**changes: object) -> WorkRequest:

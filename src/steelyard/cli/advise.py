@@ -55,8 +55,9 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
     with command_output(as_json=flags.json) as output:
         advice = advise(config, tokens_per_step=tokens, limit=flags.limit, processes=flags.processes or _cores())
         say = partial(output.console.print, markup=False, soft_wrap=True)
-        kernel = advice.kernel
-        say(f"best of {len(advice.outcomes)} configurations, {tokens:,} tokens a step, attention kernel {kernel}:")
+        tried, rest = len(advice.outcomes), f"; --limit left out {advice.untried:,} more" if advice.untried else ""
+        say(f"{tokens:,} tokens a step, attention kernel {advice.kernel}")
+        say(f"{tried:,} configuration{'s' * (tried != 1)} tried{rest}; {advice.fit:,} of them fit")
         for place, e in enumerate(advice.best, start=1):
             low, high = e.band_s
             say(
@@ -69,15 +70,20 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
         if not advice.best:
             say("no configuration fits; the nearest needs more devices or a smaller step")
         for reason, count in advice.refusals.items():
-            say(f"refused: {count} × {reason}")
+            say(f"refused: {count:,} × {reason}")
         values = as_json(advice)
-        if flags.plot is not None:
-            from steelyard.plots.simulation import configuration_map  # matplotlib
+        try:
+            if flags.plot is not None and not any(o.step_time_s for o in advice.outcomes):
+                say("no map: no configuration could be estimated")
+            elif flags.plot is not None:
+                from steelyard.plots.simulation import configuration_map  # matplotlib
 
-            note = f"{config.model.name} on {config.devices()} × {config.cluster.device}, {tokens:,} tokens a step"
-            configuration_map(flags.plot, advice.outcomes, refusals=advice.refusals, note=note)
-            values["written"] = [str(flags.plot)]
-        output.result(values)
+                note = f"{config.model.name} on {config.devices()} × {config.cluster.device}, {tokens:,} tokens a step"
+                configuration_map(flags.plot, advice.outcomes, refusals=advice.refusals, note=note)
+                values["written"] = [str(flags.plot)]
+                say(f"wrote {flags.plot}")
+        finally:  # what was found is told even where the disk has no room for a picture
+            output.result(values)
     return 0 if advice.best else 1
 
 

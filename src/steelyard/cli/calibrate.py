@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.cli.flags import Switch, parse_flags
+from steelyard.cli.flags import Switch, check_writable, parse_flags
 from steelyard.cli.output import command_output
 from steelyard.domain.units import format_time
 from steelyard.errors import UsageError
@@ -35,6 +35,9 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
         raise UsageError(f"--nproc {flags.nproc} --rounds {flags.rounds}: expected at least 1 each")
     if flags.out.suffix != ".toml" or not flags.out.absolute().parent.is_dir():
         raise UsageError(f"--out {flags.out}: expected a file that ends in .toml in a folder that exists")
+    if flags.out.is_dir():
+        raise UsageError(f"--out {flags.out}: this is a folder; expected a file")
+    check_writable(flags.out.absolute(), "--out")
     from steelyard.cost.profiles import load_profile, profile_toml
     from steelyard.simulate.calibrate import fit_profile
     from steelyard.train.measure_device import measure  # torch: not for --help or a wrong flag

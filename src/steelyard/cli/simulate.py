@@ -11,16 +11,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from steelyard.cli.flags import Flatten, Switch, parse_flags
+from steelyard.cli.flags import Flatten, Switch, check_folder, parse_flags
 from steelyard.cli.output import command_output
 from steelyard.domain.units import format_bytes, format_time
 from steelyard.errors import UsageError
 from steelyard.settings import load_toml
 from steelyard.simulate.answer import CAUSES, as_json, dominant_cause, model_text, next_configurations
 from steelyard.simulate.config import PolicyOrAll, SimulateConfig
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.sites import simulate_sites
 from steelyard.simulate.step import StepEstimate, simulate_step
-from steelyard.simulate.workloads import Documents, PolicyName, WorkloadCache
+from steelyard.simulate.workloads import PolicyName, WorkloadCache
 
 DESCRIPTION = """\
 Predict the time of a training step, its memory and what limits it, on this machine and without the ones that will
@@ -45,8 +46,7 @@ class SimulateFlags:
 def run(argv: Sequence[str], *, debug: bool = False) -> int:
     flags = parse_flags(SimulateFlags, argv, prog="steelyard simulate", description=DESCRIPTION, default=_default(argv))
     config = flags.simulation
-    if flags.plot is not None and flags.plot.exists() and not flags.plot.is_dir():
-        raise UsageError(f"--plot {flags.plot}: it is a file; expected a folder for pictures and report")
+    check_folder(flags.plot)
     with command_output(as_json=flags.json) as output:
         chosen = config.run.policy if flags.policy in (None, "all") else flags.policy
         assert chosen != "all"
@@ -68,17 +68,19 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
         _print(output.console, estimate, documents, values)
         if compared:
             _print_compared(output.console, compared)
-        if flags.plot is not None:
-            from steelyard.plots.simulation_report import write_report  # matplotlib
+        try:
+            if flags.plot is not None:
+                from steelyard.plots.simulation_report import write_report  # matplotlib
 
-            # What "before" means in the pictures; refused ones are told only where all were asked for.
-            packed = {} if compared or chosen == "packed" else _compared(config, cache, ("packed",))
-            packed = {name: e for name, e in packed.items() if isinstance(e, StepEstimate)}
-            written = write_report(flags.plot, estimate, documents, values, compared or packed)
-            values["written"] = [str(p) for p in written]
-            for path in written:
-                output.console.print(f"  {path}", markup=False)
-        output.result(values)
+                # What "before" means in the pictures; refused ones are told only where all were asked for.
+                packed = {} if compared or chosen == "packed" else _compared(config, cache, ("packed",))
+                packed = {name: e for name, e in packed.items() if isinstance(e, StepEstimate)}
+                written = write_report(flags.plot, estimate, documents, values, compared or packed)
+                values["written"] = [str(p) for p in written]
+                for path in written:
+                    output.console.print(f"  {path}", markup=False, soft_wrap=True)
+        finally:  # what was computed is told even where the disk has no room for pictures
+            output.result(values)
     return 0
 
 

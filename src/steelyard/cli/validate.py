@@ -33,12 +33,12 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
     with command_output(as_json=flags.json) as output:
         reports = validate(load_tables(flags.data))
         print_reports(output.console, reports)
+        output.result({"sources": [r.as_json() for r in reports]})
         if flags.plot is not None:
             from steelyard.plots.simulation import predicted_against_measured  # matplotlib
 
             predicted_against_measured(flags.plot, [c for r in reports for c in r.comparisons])
-            output.console.print(f"wrote {flags.plot}", markup=False)
-        output.result({"sources": [r.as_json() for r in reports]})
+            output.console.print(f"wrote {flags.plot}", markup=False, soft_wrap=True)
     return 0
 
 

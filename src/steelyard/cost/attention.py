@@ -15,7 +15,6 @@ from math import isqrt
 import numpy as np
 
 from steelyard.domain.arrays import IntArray
-from steelyard.domain.shapes import AttentionShape
 
 FORWARD_FLOPS_PER_PAIR_AND_CHANNEL = 4  # two matrix products, a multiplication and an addition each
 BACKWARD_OVER_FORWARD = 2.5  # five matrix products instead of two, since the scores are computed anew
@@ -60,11 +59,6 @@ def smallest_start(end: int, at_most: int, window: int | None = None) -> int:
     return end_within(budget - 1, window) + 1
 
 
-def largest_end(start: int, at_most: int, window: int | None = None) -> int:
-    """The largest end for which [start, end) has `at_most` >= 0 pairs or fewer."""
-    return end_within(pairs_before(start, window) + at_most, window)
-
-
 def smallest_end(start: int, at_least: int, window: int | None = None) -> int:
     """The smallest end for which [start, end) has `at_least` pairs or more (documents have no upper end here)."""
     if at_least <= 0:
@@ -85,24 +79,6 @@ def pairs_array(start: IntArray, end: IntArray, window: int | None = None) -> In
     return pairs_before_array(end, window) - pairs_before_array(start, window)
 
 
-def end_within_array(budget: IntArray, window: int | None = None) -> IntArray:
-    """`end_within` of each element: a floating-point guess, put right by integers."""
-    guess = ((np.sqrt(8.0 * budget.astype(np.float64) + 1.0) - 1.0) * 0.5).astype(np.int64)
-    # The root of a number below 2⁶² is off by less than one: one step each way settles it.
-    guess += (guess + 1) * (guess + 2) // 2 <= budget
-    guess -= guess * (guess + 1) // 2 > budget
-    if window is None:
-        return guess
-    full = window * (window + 1) // 2
-    beyond: IntArray = window + (budget - full) // window
-    return np.where(budget > full, beyond, guess)
-
-
 def longest_row_pairs(doc_lengths: IntArray, window: int | None = None) -> int:
     """Pairs of the longest query row of any document: the largest thing that cannot be divided. 0 without documents."""
     return row_pairs(int(doc_lengths.max()) - 1, window) if len(doc_lengths) else 0
-
-
-def forward_flops(pair_count: int, shape: AttentionShape) -> int:
-    """Floating-point operations of one layer's forward pass over `pair_count` pairs: 4 × heads × head size each."""
-    return FORWARD_FLOPS_PER_PAIR_AND_CHANNEL * shape.heads * shape.head_dim * pair_count

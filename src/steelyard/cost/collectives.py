@@ -22,7 +22,12 @@ from steelyard.errors import UsageError
 OWN_PART_PASSES = 6.0
 """Passes of a rank's own part through memory that end a reduce-scatter; fitted on reduce-scatters of 8 H200."""
 
+SWITCH_START = 1.35
+"""Start of an all-reduce that the switch adds, over that of an all-gather: it reads and then sends, behind a barrier
+each. Fitted on all-reduces of 8 H200 (benchmarks/fit_profiles.py)."""
+
 BOARD_DEVICES = 8
+"""Devices of the boards (HGX A100 to B200) whose starts were measured for 2, 4 and 8 of them."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ def all_gather_s(size_bytes: float, group: Group, profile: DeviceProfile) -> flo
 
 
 def _tree_hops(group: Group, profile: DeviceProfile) -> float:
-    """Large groups go by trees or by PAT, whose depth is logarithmic."""
+    """Large groups go by trees or by PAT, whose depth is logarithmic: 7 hops at 8 nodes, as of the ring there, and 4
+    more for each doubling (assumed, not fitted)."""
     return (7 + 4 * log2(group.nodes / 8)) * profile.network_hop_s
 
 
@@ -92,13 +98,13 @@ def all_reduce_s(size_bytes: float, group: Group, profile: DeviceProfile) -> flo
     if group.size == 1 or size_bytes <= 0:
         return 0.0
     if group.nodes == 1 and group.size == profile.node_size and profile.switch_all_reduce_bytes_per_s > 0:
-        return _start_s(group, profile) + size_bytes / profile.switch_all_reduce_bytes_per_s
+        return SWITCH_START * _start_s(group, profile) + size_bytes / profile.switch_all_reduce_bytes_per_s
     once = all_gather_s(size_bytes, group, profile)
     return 2 * once - _start_s(group, profile)
 
 
 def send_s(size_bytes: float, profile: DeviceProfile, *, same_node: bool) -> float:
-    """One device to another."""
+    """One device to another; inside a node with a quarter of a collective's start, its launch (see `_start_s`)."""
     if same_node:
         return profile.node_floor_s / 4 + size_bytes / profile.node_bytes_per_s
     return profile.network_hop_s + size_bytes / profile.network_bytes_per_s

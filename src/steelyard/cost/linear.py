@@ -108,7 +108,8 @@ def token_wise_cost(
 def head_s(
     shape: ModelShape, tokens: FloatArray, profile: DeviceProfile, *, tensor: int = 1, precision: Precision = "bf16"
 ) -> FloatArray:
-    """Forward of head and loss: the product, and the logits five times through memory (4 bytes each)."""
+    """Forward of head and loss: the product, and the logits five times through memory, 4 bytes each: written, read for
+    the maximum, for the sum and for the loss, and their gradient (counted, not measured)."""
     precision = "bf16" if precision == "fp8" else precision  # heads stay in the wider type
     product = _product_s(tokens, shape.hidden, shape.vocab / tensor, profile, precision)
     return product + 5 * 4 * tokens * (shape.vocab / tensor) / profile.memory_bytes_per_s

@@ -21,9 +21,9 @@ of torchtitan); every second layer whole; token-wise layers but not attention; e
 Verdict: TypeAlias = Literal["fits", "tight", "does not fit"]
 
 CHUNKED_SHARE = 1 / 16
-"""Of the logits, what a loss computed chunk by chunk holds at once."""
+"""Of the logits, what a loss computed chunk by chunk holds at once: sixteen chunks (assumed)."""
 LOGIT_BYTES = 10
-"""Logits in 16 bits, their copy in 32 bits for the loss, and its gradient; the loss of a chunked head keeps none."""
+"""Counted: logits in 16 bits, their copy in 32 bits for the loss, and the gradient of that."""
 
 
 def activation_bytes(

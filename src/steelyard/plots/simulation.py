@@ -28,7 +28,6 @@ from steelyard.plots.style import (
     horizontal_grid,
     picture,
 )
-from steelyard.simulate.advise import KEPT
 from steelyard.simulate.answer import CAUSES
 from steelyard.simulate.step import StepEstimate
 from steelyard.simulate.sweep import Outcome
@@ -167,16 +166,17 @@ def configuration_map(
     refused.
 
     Args:
+        outcomes: of a search, the best first.
         refusals: reasons with the number of configurations, most frequent first.
     """
     tried = [o for o in outcomes if o.step_time_s > 0]
     if not tried:
         raise UsageError("map of configurations: none could be estimated")
-    fit, best = [o for o in tried if not o.refused], _best(tried)
+    fit = [o for o in tried if not o.refused]
     tight = sum(o.verdict == "tight" for o in fit)
-    title = f"{len(fit)} of {len(tried)} configurations fit" + (f", {tight} of them tightly" if tight else "")
-    if best is not None:
-        title += f"; the best makes {best.tokens_per_s_per_device:,.0f} tokens/s per device"
+    title = f"{len(fit):,} of {len(outcomes):,} configurations fit" + (f", {tight:,} of them tightly" if tight else "")
+    if fit:
+        title += f"; the best makes {fit[0].tokens_per_s_per_device:,.0f} tokens/s per device"
     reasons = list((refusals or {}).items())
     if len(reasons) > _REASONS_SHOWN:
         rest = sum(number for _, number in reasons[_REASONS_SHOWN - 1 :])
@@ -198,14 +198,6 @@ def configuration_map(
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), labelcolor=MUTED)
 
 
-def _best(tried: Sequence[Outcome]) -> Outcome | None:
-    """What `advise` puts first: the fastest of those that fit and compute all of the attention."""
-    return min(
-        (o for o in tried if not o.refused),
-        key=lambda o: (o.pairs_kept < KEPT, o.verdict != "fits", -o.tokens_per_s_per_device), default=None,
-    )  # fmt: skip
-
-
 def _draw_map(axes: Axes, tried: Sequence[Outcome]) -> None:
     for policy, color in _POLICY_COLORS.items():
         chosen = [o for o in tried if o.scenario.policy == policy]
@@ -215,7 +207,7 @@ def _draw_map(axes: Axes, tried: Sequence[Outcome]) -> None:
                 [o.memory_gib for o in part], [o.tokens_per_s_per_device for o in part], s=18 if crossed else 24,
                 marker="x" if crossed else "o", color=color, linewidths=0.8, alpha=0.35 if crossed else 0.85,
             )  # fmt: skip
-    best = _best(tried)
+    best = next((o for o in tried if not o.refused), None)
     if best is not None:
         place = (best.memory_gib, best.tokens_per_s_per_device)
         axes.scatter(*place, s=90, facecolors="none", edgecolors=INK, linewidths=1.6)

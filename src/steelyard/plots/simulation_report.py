@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import UsageError
 from steelyard.observe.trace import Span, write_perfetto
 from steelyard.plots.report_page import Picture, page
 from steelyard.plots.simulation import memory_stack, step_split
@@ -14,10 +13,11 @@ from steelyard.plots.timeline import step_timeline
 from steelyard.plots.work import work_per_rank
 from steelyard.simulate.answer import model_text
 from steelyard.simulate.document_spans import by_document
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.sampled_trace import pipeline_trace, sampled_trace
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate
-from steelyard.simulate.workloads import Documents, WorkloadCache
+from steelyard.simulate.workloads import WorkloadCache
 
 TIMELINE_LAYERS = 3
 """A timeline of all layers would be a grey bar; they are alike."""
@@ -32,12 +32,7 @@ def write_report(
     Args:
         values: what `simulate.answer.as_json` says of `estimate`.
         compared: other policies on the same documents, or why they cannot run. `packed` is what "before" means.
-
-    Raises:
-        UsageError: `folder` is a file.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--plot {folder}: it is a file; expected a folder")
     folder.mkdir(parents=True, exist_ok=True)
     cache = WorkloadCache(documents)
     scenario = estimate.scenario
@@ -70,27 +65,36 @@ def write_report(
             names=("packed", scenario.policy), note=note,
         )  # fmt: skip
     trace = folder / "trace.json.gz"
+    picture = add("Timeline", _timeline_caption(scenario), "timeline.png")
     if scenario.degrees.stage > 1 and scenario.policy != "balanced":
         spans = pipeline_trace(scenario, cache)
         write_perfetto(trace, spans)
-        caption = "All passes of a step, one lane for each stage of the pipeline."
-        step_timeline(add("Timeline", caption, "timeline.png"), {scenario.policy: spans}, note=note)
+        step_timeline(picture, {scenario.policy: spans}, note=note)
     else:
         write_perfetto(trace, by_document(sampled_trace(scenario, cache), scenario, cache))
         panels: dict[str, dict[int, list[Span]]] = {scenario.policy: _few_layers(scenario, cache)}
         if before is not None and before.scenario.degrees.stage == 1:
             panels = {"packed": _few_layers(before.scenario, cache), **panels}
-        layers = min(TIMELINE_LAYERS, scenario.model.layers)
-        caption = f"{layers} layers of one micro-batch on sampled ranks; attention is coloured by document."
-        step_timeline(
-            add("Timeline", caption, "timeline.png"), panels,
-            title=f"{layers} layers, forward and backward", note=note,
-        )  # fmt: skip
+        step_timeline(picture, panels, title=f"{_few(scenario)} layers, forward and backward", note=note)
     report = folder / "report.html"
     report.write_text(page(estimate, values, compared, pictures), encoding="utf-8")
     return [report, *(p.path for p in pictures), trace]
 
 
+def _timeline_caption(scenario: Scenario) -> str:
+    if scenario.schedule_name in ("1f1b", "interleaved"):
+        return (
+            "All passes of a step, one lane for each stage of the pipeline (its first rank). Token-wise work, "
+            "attention and exposed transfers of a pass are drawn as blocks; in truth they alternate layer by layer."
+        )
+    turn = "tick" if scenario.schedule_name == "lockstep" else "micro-batch"
+    return f"{_few(scenario)} layers of one {turn} on sampled ranks; attention is coloured by document."
+
+
+def _few(scenario: Scenario) -> int:
+    return min(TIMELINE_LAYERS, scenario.model.layers)
+
+
 def _few_layers(scenario: Scenario, cache: WorkloadCache) -> dict[int, list[Span]]:
-    spans = sampled_trace(scenario, cache, layers=min(TIMELINE_LAYERS, scenario.model.layers), head=False)
+    spans = sampled_trace(scenario, cache, layers=_few(scenario), head=False)
     return by_document(spans, scenario, cache)

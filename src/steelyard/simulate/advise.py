@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,11 @@ from steelyard.cost.profiles import load_profile
 from steelyard.errors import UsageError
 from steelyard.simulate.answer import CAUSES
 from steelyard.simulate.config import SimulateConfig
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate, simulate_step
-from steelyard.simulate.sweep import Outcome, SearchSpace, base_scenario, candidates, spread_evenly, sweep
-from steelyard.simulate.workloads import Documents, WorkloadCache
+from steelyard.simulate.sweep import Outcome, SearchSpace, base_scenario, candidates, outcome_from, spread_evenly, sweep
+from steelyard.simulate.workloads import WorkloadCache
 
 FINALISTS = 8
 KEPT = 0.95
@@ -26,16 +28,24 @@ class Advice:
     """What came of a search.
 
     Attributes:
-        outcomes: all configurations that were estimated, best first; refused ones behind.
-        unfit: reasons of those that were refused before estimating, with their number.
-        best: estimates of the finalists, over all batches, best first.
+        outcomes: all configurations that were tried: those of `best` first, in its order, refused ones last. What is
+            in `best` was estimated over all batches, everything else over few of them.
+        unfit: reasons of those that were refused without trying, with their number.
+        untried: how many more there are that the limit left out.
+        best: estimates of those that fit and are fastest, over all batches, best first.
         documents: the stream.
     """
 
     outcomes: list[Outcome]
     unfit: dict[str, int]
+    untried: int
     best: list[StepEstimate]
     documents: Documents
+
+    @property
+    def fit(self) -> int:
+        """How many of those that were tried fit, tightly or not."""
+        return sum(not o.refused for o in self.outcomes)
 
     @property
     def kernel(self) -> str:
@@ -61,7 +71,7 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
     _refuse_ignored(config)
     devices, profile = config.devices(), load_profile(config.cluster.device)
     documents = config.documents.documents(config.documents.context_tokens or tokens_per_step)
-    longest = int(documents.lengths.max())
+    longest = config.check_context(documents)
     if longest > tokens_per_step:
         raise UsageError(
             f"advise: a document has {longest} tokens, more than tokens_per_step={tokens_per_step}; nearest: {longest}"
@@ -95,12 +105,39 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
         )
     seed = config.sampling.seed
     outcomes = sweep(spread_evenly(tried, limit), documents, seed=seed, processes=processes)
-    outcomes.sort(key=lambda o: (bool(o.refused), o.pairs_kept < KEPT, o.verdict != "fits", -o.tokens_per_s_per_device))
-    cache = WorkloadCache(documents)
-    finalists = [o.scenario for o in outcomes if not o.refused][:FINALISTS]
-    best = [simulate_step(s, cache, batches=config.sampling.batches, seed=seed) for s in finalists]
-    best.sort(key=lambda e: (e.pairs_kept < KEPT, e.memory.verdict != "fits", -e.tokens_per_s_per_device))
-    return Advice(outcomes, dict(unfit), best, documents)
+    outcomes.sort(key=_place)
+    best, late = _best_of(outcomes, WorkloadCache(documents), batches=config.sampling.batches, seed=seed)
+    done = len(best) + len(late)
+    ordered = sorted([*late, *outcomes[done:]], key=_place)
+    return Advice(
+        [*map(outcome_from, best), *ordered], dict(unfit), len(tried) - len(outcomes), best, documents
+    )  # fmt: skip
+
+
+def _place(outcome: Outcome) -> tuple[bool, bool, bool, float]:
+    """What sorts the best first: it fits, computes all of the attention, fits surely, is fast."""
+    o = outcome
+    return bool(o.refused), o.pairs_kept < KEPT, o.verdict != "fits", -o.tokens_per_s_per_device
+
+
+def _best_of(
+    outcomes: Sequence[Outcome], cache: WorkloadCache, *, batches: int, seed: int
+) -> tuple[list[StepEstimate], list[Outcome]]:
+    """The first ones estimated over all batches, best first, until there are enough that fit; and those among them that
+    turn out not to fit, since a later batch has more in memory."""
+    best: list[tuple[Outcome, StepEstimate]] = []
+    late: list[Outcome] = []
+    for outcome in outcomes:
+        if outcome.refused or len(best) == FINALISTS:
+            break
+        estimate = simulate_step(outcome.scenario, cache, batches=batches, seed=seed)
+        again = outcome_from(estimate)
+        if again.refused:
+            late.append(again)
+        else:
+            best.append((again, estimate))
+    best.sort(key=lambda pair: _place(pair[0]))
+    return [estimate for _, estimate in best], late
 
 
 def _refuse_ignored(config: SimulateConfig) -> None:
@@ -171,6 +208,8 @@ def as_json(advice: Advice) -> dict[str, Any]:
         ],
         "kernel": advice.kernel,
         "tried": len(advice.outcomes),
+        "fit": advice.fit,
+        "untried": advice.untried,
         "refused": [{"reason": r, "configurations": n} for r, n in advice.refusals.items()],
         "sampler": f"{advice.documents.name}, {advice.documents.sampler}",
     }  # fmt: skip

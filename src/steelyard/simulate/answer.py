@@ -8,10 +8,11 @@ from typing import Any
 
 from steelyard.domain.model_shape import ModelShape
 from steelyard.errors import UsageError
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.engine import IMBALANCE
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate, simulate_step
-from steelyard.simulate.workloads import Documents, WorkloadCache
+from steelyard.simulate.workloads import WorkloadCache
 
 CAUSES: Mapping[str, str] = {
     "token_wise": "token-wise matrix products",
@@ -62,6 +63,11 @@ def not_modelled(scenario: Scenario, documents: Documents) -> list[str]:
         left.append("the real order of documents: lengths are drawn at random")
     if scenario.degrees.stage > 1 and scenario.policy == "balanced":
         left.append("lockstep pipelines: schedule only, the runtime does not run them yet")
+    if scenario.speeds:
+        left.append(
+            "unequal devices, but for their speed at matrix products and the memory of the smallest: attention, "
+            "transfers and MFU are those of cluster.device"
+        )
     if scenario.profile.name.startswith("B200"):
         left.append("B200: constants fitted on two published rows, not on a profile of the device")
     return left

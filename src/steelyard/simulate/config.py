@@ -37,21 +37,15 @@ from steelyard.domain.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from steelyard.domain.sync_mode import Compression, ModeName, SyncMode
 from steelyard.errors import UsageError
 from steelyard.model.hf_config import config_from_hf
+from steelyard.simulate.documents import Documents, Sampler, documents_from_json, lognormal_documents, uniform_documents
 from steelyard.simulate.scenario import ContextExchange, Scenario
-from steelyard.simulate.workloads import (
-    Documents,
-    LayoutName,
-    PolicyName,
-    Sampler,
-    documents_from_json,
-    lognormal_documents,
-    uniform_documents,
-)
+from steelyard.simulate.workloads import LayoutName, PolicyName
 
 MOST_DEVICES = 1 << 18
 MOST_DOCUMENTS = 10_000_000
 MOST_BATCHES = 10_000
 MOST_MICRO_BATCHES = 1 << 20
+MOST_PLANS = 20_000
 """A typing error of some zeros is told as one, instead of filling this machine's memory."""
 
 
@@ -380,7 +374,7 @@ class SimulateConfig:
         Raises:
             UsageError: something cannot be laid out; names the nearest valid choice.
         """
-        profile, p, r = load_profile(device or self.cluster.device), self.parallel, self.run
+        profile, p, r = self._profile(device), self.parallel, self.run
         degrees = self.degrees()
         chosen = policy or r.policy
         if r.ping_pong and r.policy != "balanced" and chosen == r.policy:
@@ -411,6 +405,18 @@ class SimulateConfig:
                 f"nearest: shard_ranks={near}"
             )
         return scenario
+
+    def _profile(self, device: str) -> DeviceProfile:
+        """Of the site's devices; of mixed ones `cluster.device` with the memory of the smallest."""
+        profile, groups = load_profile(device or self.cluster.device), self.cluster.groups
+        if device or not groups:
+            return profile
+        others = [load_profile(group.device) for group in groups]
+        names = dict.fromkeys(other.name for other in others)
+        return profile.replace(
+            name=f"({' and '.join(names)})" if len(names) > 1 else next(iter(names)),
+            memory_bytes=min(other.memory_bytes for other in others),
+        )
 
     def _speeds(self, profile: DeviceProfile, degrees: Degrees) -> tuple[float, ...]:
         lanes = degrees.lanes
@@ -444,12 +450,7 @@ class SimulateConfig:
         held = scenario.degrees.lanes * scenario.chunk_tokens
         context = self.documents.context_tokens or held
         documents = self.documents.documents(min(context, one_step))
-        longest = int(documents.lengths.max())
-        if self.documents.context_tokens and longest > self.documents.context_tokens:
-            raise UsageError(
-                f"documents: one has {longest} tokens, more than context_tokens={self.documents.context_tokens}; "
-                f"nearest: context_tokens={longest}"
-            )
+        longest = self.check_context(documents)
         if longest > held:
             needed = -(-longest // scenario.degrees.lanes)
             raise UsageError(
@@ -458,6 +459,20 @@ class SimulateConfig:
             )
         self.check_number(documents, one_step, scenario)
         return documents
+
+    def check_context(self, documents: Documents) -> int:
+        """The longest document; refused where the model does not take it.
+
+        Raises:
+            UsageError: names the context that would.
+        """
+        longest, most = int(documents.lengths.max()), self.documents.context_tokens
+        if most and longest > most:
+            raise UsageError(
+                f"documents: one has {longest} tokens, more than context_tokens={most}; "
+                f"nearest: context_tokens={longest}"
+            )
+        return longest
 
     def check_number(self, documents: Documents, one_step: int, scenario: Scenario | None = None) -> None:
         """Refuse more documents than this machine can plan: of a step, and of all sampled ones together.
@@ -476,6 +491,14 @@ class SimulateConfig:
                 f"{MOST_DOCUMENTS:,}; nearest: {near}"
             )
         batches = self.sampling.batches
+        if scenario is not None and batches * scenario.micro_batches > MOST_PLANS:
+            near = f"batches={MOST_PLANS // scenario.micro_batches}"
+            if scenario.micro_batches > MOST_PLANS:
+                near = f"batches=1 and micro_batches={MOST_PLANS}"
+            raise UsageError(
+                f"sampling: {batches:,} batches of {scenario.micro_batches:,} micro-batches, each planned, "
+                f"expected at most {MOST_PLANS:,} plans; nearest: {near}"
+            )
         if number * batches > MOST_DOCUMENTS:
             raise UsageError(
                 f"sampling: {batches:,} batches of about {number:,.0f} documents, expected at most {MOST_DOCUMENTS:,} "
@@ -494,7 +517,7 @@ def shape_from_file(path: Path) -> ModelShape:
         values = json.loads(file.read_text("utf-8"))
     except FileNotFoundError as error:
         raise UsageError(f"model: there is no file {file}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"model: {file} is no JSON: {error}") from error
     c = config_from_hf(values)
     return ModelShape(

@@ -11,7 +11,7 @@ transfer's own time as far as that reaches, and waiting for a slower rank beyond
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,13 @@ Together = Callable[[FloatArray], FloatArray]
 """Replaces each rank's time by the latest of its group: what a collective waits for."""
 
 IMBALANCE = "imbalance"
+
+_SHOWN: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "attention": (("", "attention"),),
+    "tensor transfers": (("", "transfer"), ("wait for ", "wait")),
+    "launches": (("", "host"),),
+}
+"""What of the compute stream is no token-wise work: name's prefix and track of its spans in a trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +79,8 @@ class Timeline:
         self._count(self.busy_s, track, cost_s)
         if self.recordings:
             self._record(f"wait for {name}", "wait", now, begin)
-            self._record(name, "attention" if track == "attention" else "compute", begin, end)
+            for prefix, shown in _SHOWN.get(track, (("", "compute"),)):
+                self._record(prefix + name, shown, begin, end)
         return Operation(end, cost_s, track)
 
     def transfer(

@@ -80,7 +80,7 @@ def _exchange_bytes(scenario: Scenario, halves: Sequence[HalfWork], layers: int,
 def _stage(scenario: Scenario, halves: Sequence[HalfWork], stage: int) -> MemoryEstimate:
     model, degrees, profile = scenario.model, scenario.degrees, scenario.profile
     layers = stage_layers(model.layers, degrees.stage)[stage]
-    element = 4 if scenario.precision == "fp32" else 2
+    element = scenario.element_bytes
     unfused = isinstance(profile.kernel(scenario.kernel), UnfusedKernel)
     context = 0
     if unfused:

@@ -22,7 +22,9 @@ _AGAIN: Mapping[Recompute, float] = {
     "none": 0.0, "attention": 0.0, "feed_forward": 0.0, "products": 0.4, "alternate": 0.5, "token_wise": 1.0,
     "full": 1.0,
 }  # fmt: skip
-"""Share of the token-wise forward pass that backward repeats, the feed-forward layer alone aside."""
+"""Share of the token-wise forward pass that backward repeats, the feed-forward layer alone aside. Of `products`: keys,
+output and up, every second of the seven products, have 0.37 of the operations of Llama 3 8B, and all that is
+element-wise is repeated too: 0.4, counted for that model and assumed for others."""
 _ATTENTION_AGAIN: Mapping[Recompute, float] = {
     "none": 0.0, "attention": 1.0, "feed_forward": 0.0, "products": 0.0, "alternate": 0.5, "token_wise": 0.0,
     "full": 1.0,
@@ -30,6 +32,10 @@ _ATTENTION_AGAIN: Mapping[Recompute, float] = {
 _GATHER_AGAIN: Mapping[Recompute, float] = {"alternate": 0.5, "full": 1.0}
 """Share of layers whose gathered keys are not kept, so that backward gathers them once more."""
 GRADIENT_BYTES = 4
+"""Gradients are reduced in 32 bits, as Megatron-LM and torchtitan do."""
+TENSOR_LAUNCHES = 0.05
+"""What collectives of a tensor axis add to a layer's launches; fitted together with the A100 profile's constants
+(benchmarks/fit_profiles.py). They wait in a queue behind the kernels of their own stream: the host hardly notices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +80,10 @@ def halves_of(work: RankWork, batches: int, nano_batches: int) -> list[HalfWork]
 
 @dataclass(frozen=True, eq=False)
 class LayerPrices:
-    """Costs of one layer, forward and backward, and the times from which reports are made."""
+    """Costs of one layer, forward and backward."""
 
     forward: PassCosts
     backward: PassCosts
-    kernel_floor_s: float
 
 
 def layer_prices(scenario: Scenario, halves: list[HalfWork]) -> LayerPrices:
@@ -89,7 +94,7 @@ def layer_prices(scenario: Scenario, halves: list[HalfWork]) -> LayerPrices:
         token_wise = token_wise_cost(
             scenario.model, half.tokens, scenario.profile,
             tensor=scenario.degrees.tensor, precision=scenario.precision,
-            sequence_parallel=scenario.sequence_parallel, fused=scenario.fused, element_bytes=_element_bytes(scenario),
+            sequence_parallel=scenario.sequence_parallel, fused=scenario.fused, element_bytes=scenario.element_bytes,
         )  # fmt: skip
         local, received, again = _attention(scenario, half, exchange)
         out, back, out_backward, back_backward = _transfers(scenario, half, exchange)
@@ -100,12 +105,7 @@ def layer_prices(scenario: Scenario, halves: list[HalfWork]) -> LayerPrices:
     return LayerPrices(
         PassCosts(tuple(forward), exchange, group, gather_s, 0.0),
         PassCosts(tuple(backward), exchange, group, gather_s, scatter_s),
-        scenario.profile.kernel(scenario.kernel).floor_s,
     )
-
-
-def _element_bytes(scenario: Scenario) -> int:
-    return 4 if scenario.precision == "fp32" else 2
 
 
 def _exchange(scenario: Scenario) -> tuple[Exchange, Together]:
@@ -116,7 +116,7 @@ def _exchange(scenario: Scenario) -> tuple[Exchange, Together]:
     return ("ring" if scenario.context_exchange == "ring" else "gather"), neighbours(scenario.degrees.context)
 
 
-def _slowness(scenario: Scenario, ranks: int) -> FloatArray | float:
+def slowness(scenario: Scenario, ranks: int) -> FloatArray | float:
     """By what each rank's own work takes longer; stages repeat the ranks of data × context."""
     if not scenario.speeds:
         return 1.0
@@ -128,7 +128,7 @@ def _attention(
 ) -> tuple[FloatArray, FloatArray, tuple[FloatArray, FloatArray]]:
     """Forward seconds on local and on received rows, and the same for backward with what it repeats."""
     kernel, shape = scenario.profile.kernel(scenario.kernel), scenario.local_attention
-    slow = _slowness(scenario, half.tokens.shape[-1])
+    slow = slowness(scenario, half.tokens.shape[-1])
 
     def placed(local: FloatArray, received: FloatArray) -> tuple[FloatArray, FloatArray]:
         if exchange == "none" or (exchange == "gather" and scenario.context_exchange == "gather"):
@@ -168,8 +168,8 @@ def _transfers(
     again = _GATHER_AGAIN.get(scenario.recompute, 0.0)
     whole = degrees.context * together(half.tokens) * shape.key_value_bytes
     once = (latency + whole * per_byte) * (1 - scenario.hidden_gather)
-    if exchange == "ring":
-        return once, 0.0, 2 * once, 0.0
+    if exchange == "ring":  # keys and their gradients go round; attention computed again has them go round once more
+        return once, 0.0, (2 + _ATTENTION_AGAIN[scenario.recompute]) * once, 0.0
     return once, 0.0, again * once, once
 
 
@@ -209,7 +209,7 @@ def _tensor_s(scenario: Scenario, tokens: FloatArray) -> FloatArray | float:
     if degrees.tensor == 1:
         return 0.0
     latency, per_byte = ring_line(group_of(degrees.tensor, 1, profile.node_size), profile)
-    size_bytes = tokens * scenario.model.hidden * _element_bytes(scenario)
+    size_bytes = tokens * scenario.model.hidden * scenario.element_bytes
     exposed = 1 - profile.tensor_overlap if scenario.tensor_overlap else 1.0
     return 2 * (latency * (tokens > 0) + size_bytes * per_byte) * exposed
 
@@ -232,7 +232,7 @@ def _forward(
     scenario: Scenario, token_wise: TokenWiseCost, tensor_s: FloatArray | float, local: FloatArray,
     received: FloatArray, out: FloatArray | float, back: FloatArray | float,
 ) -> HalfCosts:  # fmt: skip
-    slow = _slowness(scenario, local.shape[-1])
+    slow = slowness(scenario, local.shape[-1])
     costs = HalfCosts(token_wise.before_s * slow, token_wise.after_s * slow, tensor_s, local, received, out, back, 0.0)
     return _at_least(costs, _host_s(scenario))
 
@@ -241,7 +241,7 @@ def _backward(
     scenario: Scenario, token_wise: TokenWiseCost, tensor_s: FloatArray | float,
     attention: tuple[FloatArray, FloatArray], out: FloatArray | float, back: FloatArray | float,
 ) -> HalfCosts:  # fmt: skip
-    slow = _slowness(scenario, attention[0].shape[-1])
+    slow = slowness(scenario, attention[0].shape[-1])
     again = _AGAIN[scenario.recompute]
     factor = (scenario.profile.token_wise_backward + again) * slow
     repeated_s: FloatArray | float = 0.0
@@ -252,11 +252,6 @@ def _backward(
         attention[0], attention[1], out, back, 0.0,
     )  # fmt: skip
     return _at_least(costs, _host_s(scenario) * (1 + again))
-
-
-TENSOR_LAUNCHES = 0.05
-"""What collectives of a tensor axis add to a layer's launches; fitted together with the A100 profile's constants
-(benchmarks/fit_profiles.py). They wait in a queue behind the kernels of their own stream: the host hardly notices."""
 
 
 def _host_s(scenario: Scenario) -> float:

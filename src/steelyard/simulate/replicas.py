@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -89,9 +90,8 @@ def _rounds(sites: Sequence[Site], mode: SyncMode, payload: float) -> ReplicaEst
     count = max(len(s.step_s) for s in sites)
     table = np.stack([np.resize(s.step_s, count) for s in sites])
     # Over a period each site's batches add up before anybody waits: spread shrinks with the period.
-    mean, spread = table.mean(axis=1), table.std(axis=1)
-    period_s = mode.period * mean
-    slowest_s = float(period_s.max()) + float(spread.max()) * mode.period**0.5 * (0.56 if len(sites) > 1 else 0.0)
+    period_s = mode.period * table.mean(axis=1)
+    slowest_s = _expected_slowest_s(period_s, mode.period**0.5 * table.std(axis=1))
     transfer_s = wide_all_reduce_s(payload / fragments, len(sites), _slowest(sites))
     exposed_s = fragments * max(0.0, transfer_s - mode.overlap * slowest_s / mode.period)
     round_s = slowest_s + exposed_s
@@ -100,6 +100,18 @@ def _rounds(sites: Sequence[Site], mode: SyncMode, payload: float) -> ReplicaEst
     sent = 2 * (len(sites) - 1) / len(sites) * payload / mode.period
     waiting = float(np.mean((slowest_s - period_s) / round_s))
     return ReplicaEstimate(tokens / round_s, round_s / mode.period, exposed_s / round_s, waiting, sent, busy)
+
+
+def _expected_slowest_s(mean_s: FloatArray, spread_s: FloatArray) -> float:
+    """Mean of the largest of independent normally distributed times (a time of no spread counts as of very little)."""
+    spread_s = np.maximum(spread_s, 1e-9 * mean_s)
+    low_s, high_s = float((mean_s - 8 * spread_s).max()), float((mean_s + 8 * spread_s).max())
+    grid_s = np.linspace(low_s, high_s, 4001)
+    below = np.ones_like(grid_s)  # probability that all of them are shorter
+    for mean, spread in zip(mean_s.tolist(), spread_s.tolist(), strict=True):
+        normal = NormalDist(mean, spread)
+        below *= [normal.cdf(time_s) for time_s in grid_s.tolist()]
+    return low_s + float((1 - below).mean()) * (high_s - low_s)
 
 
 def _gossip(sites: Sequence[Site], mode: SyncMode, payload: float) -> ReplicaEstimate:
@@ -162,12 +174,11 @@ def _events(sites: Sequence[Site], mode: SyncMode, payload: float, seed: int) ->
                 still.append((since_s, waiting))
         blocked = still
     tokens = sum(n * s.tokens for n, s in zip(done, sites, strict=True))
-    steps = sum(done)
     return ReplicaEstimate(
         tokens_per_s=tokens / now_s,
         step_time_s=now_s * sum(s.tokens for s in sites) / tokens,
         exposed_share=sum(exposed_s) / (now_s * count),
         waiting_share=sum(wait_s) / (now_s * count),
-        bytes_per_step=2 * payload * steps / steps,
+        bytes_per_step=2 * payload,
         busy=tuple(min(1.0, b / now_s) for b in busy_s),
     )

@@ -20,10 +20,11 @@ from steelyard.cost.profiles import load_profile
 from steelyard.domain.degrees import Degrees
 from steelyard.domain.model_shape import ModelShape, model_shape
 from steelyard.errors import SteelyardError
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.published import points_of
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate, simulate_step
-from steelyard.simulate.workloads import Documents, WorkloadCache
+from steelyard.simulate.workloads import WorkloadCache
 
 OVERHEADS = (0.0, 0.05, 0.10, 0.15)
 HIDDEN = (0.0, 0.5, 1.0)

@@ -148,6 +148,11 @@ class Scenario:
         return "interleaved" if self.degrees.virtual_stages > 1 else "1f1b"
 
     @property
+    def element_bytes(self) -> int:
+        """Of an activation; matrix products in fp8 have theirs in 16 bits outside."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def kernel_name(self) -> str:
         """Attention kernel generation; `auto` by its name."""
         return next(iter(self.profile.kernels)) if self.kernel == "auto" else self.kernel
@@ -162,8 +167,7 @@ class Scenario:
         """Heads of one device of the tensor axis."""
         tensor, model = self.degrees.tensor, self.model
         heads = model.heads // tensor
-        element = 2 if self.precision != "fp32" else 4
-        return AttentionShape(heads, max(1, model.kv_heads // tensor), model.head_size, element)
+        return AttentionShape(heads, max(1, model.kv_heads // tensor), model.head_size, self.element_bytes)
 
     def check(self, devices: int | None = None) -> None:
         """Refuse degrees that cannot be laid out. Raises UsageError."""

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steelyard.cost.collectives import all_gather_s, all_reduce_s, group_of, reduce_scatter_s, send_s
-from steelyard.cost.linear import head_s, model_flops, optimizer_s
-from steelyard.cost.peak_memory import MemoryEstimate, stage_layers, stage_parameters
+from steelyard.cost.collectives import all_gather_s, all_reduce_s, group_of, reduce_scatter_s
+from steelyard.cost.linear import model_flops, optimizer_s
+from steelyard.cost.peak_memory import MemoryEstimate, stage_parameters
 from steelyard.domain.arrays import FloatArray
-from steelyard.planner.schedules import interleaved, lockstep, one_f_one_b
-from steelyard.planner.schedules.schedule import Schedule
+from steelyard.simulate.core import Parts, run_core
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.engine import IMBALANCE
 from steelyard.simulate.footprint import memory_estimate
-from steelyard.simulate.graph import PassTimes, run_layers, run_lockstep, run_pipeline
 from steelyard.simulate.passes import GRADIENT_BYTES, HalfWork, LayerPrices, halves_of, layer_prices
 from steelyard.simulate.scenario import Scenario
-from steelyard.simulate.workloads import Documents, RankWork, WorkloadCache, is_uniform
+from steelyard.simulate.workloads import RankWork, WorkloadCache, is_uniform
 
 PARTS = (
     "token_wise", "attention", "head", "tensor transfers", "exchange", "sharded parameters", IMBALANCE,
@@ -117,13 +116,7 @@ def simulate_step(
     work = cache.work(small.request(batches, seed))
     halves = halves_of(work, batches, scenario.nano_batches)
     prices = layer_prices(scenario, halves)
-    if scenario.schedule_name == "lockstep":
-        run = _lockstep(scenario, prices, halves)
-    elif scenario.degrees.stage > 1:
-        run = _pipelined(scenario, prices, halves)
-    else:
-        run = _single_stage(scenario, prices, halves)
-    core_s, parts = run
+    core_s, parts = run_core(scenario, prices, halves)
     return _finish(
         scenario, work, halves, prices, core_s, parts, scale=scenario.tokens_per_step / small.tokens_per_step
     )
@@ -138,103 +131,6 @@ def _one_for_all(scenario: Scenario, documents: Documents) -> tuple[Scenario, in
     one = type(degrees)(1, degrees.tensor, degrees.context, degrees.stage, degrees.virtual_stages)
     micro = degrees.stage if degrees.virtual_stages > 1 else 1
     return scenario.replace(degrees=one, micro_batches=micro), scenario.micro_batches
-
-
-Parts = dict[str, FloatArray]
-"""Device seconds per step by name, mean over ranks; float64 (batches,)."""
-
-
-def _sums(times: PassTimes, into: Parts, factor: float) -> None:
-    """Add a pass's busy and waiting time, averaged over ranks and summed over micro-batches."""
-    for totals in (times.busy_s, times.waits_s):
-        for name, seconds in totals.items():
-            into[name] = into.get(name, 0.0) + factor * seconds.mean(axis=-1).sum(axis=-1)
-
-
-def _head_s(scenario: Scenario, halves: Sequence[HalfWork]) -> FloatArray:
-    """Forward of the head on all nano-batches of a micro-batch."""
-    total = sum(
-        head_s(scenario.model, h.tokens, scenario.profile, tensor=scenario.degrees.tensor, precision=scenario.precision)
-        for h in halves
-    )
-    slow = 1 / np.resize(np.array(scenario.speeds), halves[0].tokens.shape[-1]) if scenario.speeds else 1.0
-    return np.asarray(total) * slow
-
-
-def _single_stage(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWork]) -> tuple[FloatArray, Parts]:
-    shape = halves[0].tokens.shape
-    repeat = scenario.micro_batches / shape[1]
-    forward = run_layers(prices.forward, scenario.model.layers, shape)
-    backward = run_layers(prices.backward, scenario.model.layers, shape)
-    head = 3 * _head_s(scenario, halves)
-    by_rank = (forward.duration_s + backward.duration_s + head).sum(axis=1) * repeat
-    parts: Parts = {"head": head.mean(axis=-1).sum(axis=-1) * repeat}
-    for times in (forward, backward):
-        _sums(times, parts, repeat)
-    core_s = by_rank.max(axis=-1)
-    parts[IMBALANCE] = parts.get(IMBALANCE, 0.0) + core_s - by_rank.mean(axis=-1)
-    return core_s, parts
-
-
-def _schedule(scenario: Scenario) -> Schedule:
-    degrees = scenario.degrees
-    if degrees.virtual_stages > 1:
-        return interleaved(degrees.stage, scenario.micro_batches, degrees.virtual_stages)
-    return one_f_one_b(degrees.stage, scenario.micro_batches)
-
-
-def _transfer_s(scenario: Scenario) -> float:
-    """One micro-batch's activations to the next stage."""
-    degrees = scenario.degrees
-    size_bytes = scenario.nano_batches * scenario.chunk_tokens * scenario.model.hidden * 2
-    inner = degrees.tensor * degrees.lanes
-    near = 2 * inner <= scenario.profile.node_size
-    return send_s(size_bytes / (degrees.tensor if scenario.sequence_parallel else 1), scenario.profile, same_node=near)
-
-
-def _pipelined(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWork]) -> tuple[FloatArray, Parts]:
-    degrees, shape = scenario.degrees, halves[0].tokens.shape
-    stages, chunks = degrees.stage, degrees.virtual_stages
-    layers = stage_layers(scenario.model.layers, stages * chunks)  # piece k = chunk · stages + stage
-    passes = {n: [run_layers(p, n, shape) for p in (prices.forward, prices.backward)] for n in set(layers)}
-    head = _head_s(scenario, halves)
-    repeat = scenario.micro_batches / shape[1]
-    times = np.zeros((2, stages, chunks, shape[1], shape[0], shape[2]))
-    parts: Parts = {"head": 3 * head.mean(axis=-1).sum(axis=-1) * repeat / stages}
-    for piece, count in enumerate(layers):
-        stage, chunk = piece % stages, piece // stages
-        for phase in (0, 1):
-            times[phase, stage, chunk] = passes[count][phase].duration_s.swapaxes(0, 1)
-            _sums(passes[count][phase], parts, repeat / stages)
-    times[0, -1, -1] += head.swapaxes(0, 1)
-    times[1, -1, -1] += 2 * head.swapaxes(0, 1)
-    ends = run_pipeline(_schedule(scenario), times[0], times[1], _transfer_s(scenario)).end_s
-    by_lane = ends.max(axis=0)  # (batches, ranks): a lane is done when its slowest stage is
-    core_s: FloatArray = by_lane.max(axis=-1)
-    busy = times.sum(axis=(0, 2, 3)) * repeat  # (stages, batches, ranks)
-    parts["pipeline bubble"] = by_lane.mean(axis=-1) - busy.mean(axis=(0, 2))
-    parts[IMBALANCE] = parts.get(IMBALANCE, 0.0) + core_s - by_lane.mean(axis=-1)
-    return core_s, parts
-
-
-def _lockstep(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWork]) -> tuple[FloatArray, Parts]:
-    degrees, shape = scenario.degrees, halves[0].tokens.shape  # (batches, ticks, stages · lanes)
-    schedule = lockstep(degrees.stage, scenario.micro_batches)
-    layers = stage_layers(scenario.model.layers, degrees.stage)[0]
-    forward = run_layers(prices.forward, layers, shape)
-    backward = run_layers(prices.backward, layers, shape)  # mirrored ticks: the same set of times on other ranks
-    head = _head_s(scenario, halves)
-    on_last = np.zeros(shape[-1])
-    on_last[-degrees.lanes :] = 1.0
-    head = head * on_last
-    core_s = run_lockstep(schedule, forward.duration_s + head, backward.duration_s + 2 * head, _transfer_s(scenario))
-    parts: Parts = {"head": 3 * head.mean(axis=-1).sum(axis=-1)}
-    _sums(forward, parts, 1.0)
-    _sums(backward, parts, 1.0)
-    known: FloatArray = sum(parts.values(), np.zeros(shape[0]))
-    # Ranks without layers in a tick wait or serve: what is left of the ticks' length is the bubble.
-    parts["pipeline bubble"] = np.maximum(core_s - known, 0.0)
-    return core_s, parts
 
 
 def _reduction_s(scenario: Scenario, backward_s: float, forward_s: float) -> float:

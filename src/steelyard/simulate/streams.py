@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from steelyard.domain.arrays import IntArray, int_column
-from steelyard.simulate.workloads import Documents, cut_at_multiples
+from steelyard.simulate.documents import Documents, cut_at_multiples
 
 THRESHOLD = 65536
 LONG_ENTRIES, REPEATS = 188, 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from steelyard.cost.peak_memory import Recompute
@@ -13,9 +15,10 @@ from steelyard.domain.degrees import Degrees, Sharding
 from steelyard.domain.model_shape import ModelShape
 from steelyard.errors import SteelyardError
 from steelyard.simulate.answer import dominant_cause
+from steelyard.simulate.documents import Documents
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate, simulate_step
-from steelyard.simulate.workloads import Documents, PolicyName, WorkloadCache
+from steelyard.simulate.workloads import PolicyName, WorkloadCache
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def candidates(space: SearchSpace) -> Iterator[Scenario | tuple[Scenario, str]]:
 def _of_degrees(space: SearchSpace, degrees: Degrees) -> Iterator[Scenario | tuple[Scenario, str]]:
     per_lane, odd = divmod(space.tokens_per_step, degrees.lanes)
     if odd or degrees.stage > space.base.model.layers:
-        yield space.base.replace(degrees=degrees), "the tokens of a step do not divide over data × context"
+        reason = "data × context does not divide the tokens of a step" if odd else "more stages than layers"
+        yield space.base.replace(degrees=degrees), f"{reason} (counted once for all choices)"
         return
     chunks: set[int] = set()
     for micro_batches in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -102,17 +106,23 @@ def _of_degrees(space: SearchSpace, degrees: Degrees) -> Iterator[Scenario | tup
             ping_pong=False,
         )  # fmt: skip
         room = chunk * (degrees.lanes if policy == "balanced" else degrees.context)
-        if room < space.longest_document:
-            yield scenario, "a document is longer than the ranks that share a sequence hold"
-            continue
-        recomputes = space.recomputes
-        if policy == "balanced" and "token_wise" in recomputes:  # the same as full: attention is not computed again
-            recomputes = tuple(r for r in recomputes if r != "full")
-        for recompute, sharding in itertools.product(recomputes, space.shardings):
-            yield scenario.replace(recompute=recompute, sharding=sharding)
-        if policy == "balanced" and micro_batches % 2 == 0:
-            for recompute in recomputes:
-                yield scenario.replace(recompute=recompute, ping_pong=True, micro_batches=micro_batches // 2)
+        for variant in _variants(space, scenario):
+            if room < space.longest_document:
+                yield variant, "a document is longer than the ranks that share a sequence hold"
+            else:
+                yield variant
+
+
+def _variants(space: SearchSpace, scenario: Scenario) -> Iterator[Scenario]:
+    """Recomputation, sharding and ping-pong: choices that keep the tokens of a step."""
+    recomputes, balanced = space.recomputes, scenario.policy == "balanced"
+    if balanced and "token_wise" in recomputes:  # the same as full: attention is not computed again
+        recomputes = tuple(r for r in recomputes if r != "full")
+    for recompute, sharding in itertools.product(recomputes, space.shardings):
+        yield scenario.replace(recompute=recompute, sharding=sharding)
+    if balanced and scenario.micro_batches % 2 == 0:
+        for recompute in recomputes:
+            yield scenario.replace(recompute=recompute, ping_pong=True, micro_batches=scenario.micro_batches // 2)
 
 
 def outcome_of(scenario: Scenario, cache: WorkloadCache, *, batches: int, seed: int) -> Outcome:
@@ -121,10 +131,11 @@ def outcome_of(scenario: Scenario, cache: WorkloadCache, *, batches: int, seed: 
         estimate = simulate_step(scenario, cache, batches=batches, seed=seed)
     except SteelyardError as error:
         return Outcome(scenario, refused=str(error).split(";")[0])
-    return _outcome(estimate)
+    return outcome_from(estimate)
 
 
-def _outcome(estimate: StepEstimate) -> Outcome:
+def outcome_from(estimate: StepEstimate) -> Outcome:
+    """An estimate in short, refused where it does not fit."""
     memory = estimate.memory
     refused = ""
     if memory.verdict == "does not fit":
@@ -158,17 +169,33 @@ def sweep(
     for index, scenario in enumerate(scenarios):
         groups.setdefault(scenario.request(batches, seed), []).append(index)
     # Long lists first, so that no process ends with one of them.
-    tasks = [
-        (documents, [scenarios[i] for i in members], batches, seed)
-        for members in sorted(groups.values(), key=lambda m: (-scenarios[m[0]].micro_batches * len(m), m[0]))
-    ]
-    order = [i for members in sorted(groups.values(), key=lambda m: (-scenarios[m[0]].micro_batches * len(m), m[0]))
-             for i in members]  # fmt: skip
+    lists = sorted(groups.values(), key=lambda m: (-scenarios[m[0]].micro_batches * len(m), m[0]))
+    tasks = [(documents, [scenarios[i] for i in members], batches, seed) for members in lists]
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
-    with context.Pool(processes) as pool:
+    with _interrupts_held_back():
+        pool = context.Pool(min(processes, len(tasks)), _ignore_interrupts)
+    with pool:  # whatever happens here, its end ends the workers
         found = [outcome for part in pool.map(_task, tasks, chunksize=1) for outcome in part]
-    by_index = dict(zip(order, found, strict=True))
+    by_index = dict(zip(itertools.chain(*lists), found, strict=True))
     return [by_index[i] for i in range(len(scenarios))]
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C in here comes afterwards. What is started in here does not get it at all: a terminal sends it to all
+    processes of a command, and every worker would print a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _task(task: tuple[Documents, list[Scenario], int, int]) -> list[Outcome]:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from steelyard.errors import UsageError
+from steelyard.simulate.documents import uniform_documents
 from steelyard.simulate.microbenchmarks import KERNEL_SOURCES, measurements
 from steelyard.simulate.published import Case, Role, cases_of
 from steelyard.simulate.step import simulate_step
-from steelyard.simulate.workloads import WorkloadCache, uniform_documents
+from steelyard.simulate.workloads import WorkloadCache
 
 SCHEMA = "validation-table/1"
 
@@ -119,7 +120,7 @@ def load_tables(folder: Path | None = None) -> dict[str, Mapping[str, Any]]:
     for name, text in sorted(texts.items()):
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"--data: {name} is no JSON: {error}") from error
         if not isinstance(content, dict) or content.get("schema") != SCHEMA or "tables" not in content:
             schema = content.get("schema") if isinstance(content, dict) else None
