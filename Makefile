@@ -25,7 +25,7 @@ test: $(VENV)/installed-dev ## All checks: style, types, import graph, tests.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --maxprocesses 2
 
 docs: $(VENV)/installed-dev ## Build the documentation into site/.
 	$(BIN)/mkdocs build --strict

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from steelyard.attention import core_attention_reference
@@ -410,3 +412,22 @@ def test_what_must_be_given() -> None:
         balancer.attention(*qkv(), shards=[(0, 0)])
     with pytest.raises(UsageError, match="back end 'flash' on device 'cpu'"):
         Balancer(backend="flash").check(Kernel(window=3), AttentionShape(4, 2, 8))
+
+
+def test_one_that_was_made_before_the_ranks_were_joined_is_not_taken_for_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing says beforehand that there will be several: processes that were not started by torchrun."""
+    balancer = Balancer(dist.group.WORLD, shape=AttentionShape(4, 2, 8))
+    balancer.plan([LENGTHS])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    with pytest.raises(UsageError, match=r"made before torch.distributed was initialised.*after init_process_group"):
+        balancer.plan([LENGTHS])
+    Balancer(shape=AttentionShape(4, 2, 8)).plan([LENGTHS])  # meant for this process alone
+
+
+def test_a_copy_of_a_model_shares_its_balancer() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.balancer = Balancer()  # type: ignore[assignment]
+    assert copy.deepcopy(model).balancer is model.balancer

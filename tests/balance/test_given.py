@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,20 @@ def attention(**options: Any) -> torch.Tensor:
         (lambda: balancer().begin(plan=balancer().plan([[10]])), "begin: plan=StepPlan"),
         (lambda: balancer(tolerance="0.1"), "tolerance='0.1', expected a number"),
         (lambda: balancer(timeout_s=None), "timeout_s=None, expected a number"),
+        (lambda: balancer(timeout_s=0), "timeout_s=0, expected seconds above 0"),
+        (lambda: balancer(timeout_s=-5), "timeout_s=-5, expected seconds above 0"),
+        (lambda: balancer(timeout_s=float("inf")), "timeout_s=inf, expected seconds above 0"),
+        (lambda: balancer(timeout_s=float("nan")), "timeout_s=nan, expected seconds above 0"),
+        (lambda: balancer(progress_period_s=0.0), "progress_period_s=0.0, expected seconds above 0"),
+        (lambda: balancer(tolerance=float("nan")), "tolerance=nan, expected a number >= 0"),
+        (lambda: balancer(row_keys=-1), "row_keys=-1, expected a whole number >= 0; 0 balances pairs"),
+        (lambda: balancer(row_keys=1.5), "row_keys=1.5, expected a whole number"),
+        (lambda: balancer(backend="flahs"), "backend='flahs', expected one of auto, .*; did you mean 'flash'"),
+        (lambda: balancer(backend=None), "backend=None, expected one of auto, cpu, flash, reference$"),
+        (lambda: balancer(memory="resent"), "memory='resent', expected one of keep, resend; did you mean 'resend'"),
+        (lambda: balancer(policy="balance"), "policy='balance', expected one of .*; did you mean 'balanced'"),
+        (lambda: balancer(policy="wlb"), "policy='wlb' places the tokens of documents elsewhere"),
+        (lambda: pickle.dumps(balancer()), "a Balancer cannot be pickled: .* make a new Balancer"),
         (lambda: balancer(dtype="bf16"), "dtype='bf16', expected a type of torch"),
         (lambda: balancer(device="cpu"), r"device='cpu', expected torch.device"),
         (lambda: balancer(speeds=2), "speeds=2, expected a number for each rank"),

@@ -26,6 +26,7 @@ RANK = RankMeasure(
     loss=1.1,
     gradient=Difference(1e-9, 1e-6, "weight"),
     leak=Difference(0.0, 1e-5, "outputs"),
+    lookahead=Difference(0.0, 1e-5, "outputs"),
     blind="",
     work=40,
     balanced=True,
@@ -48,7 +49,7 @@ def test_sound() -> None:
     report = verdict()
     assert report.passed and failed(report) == []
     assert [result.name for result in report.results] == list(NAMES)
-    assert [set(check) for check in report.as_json()["checks"]] == [{"name", "passed", "max_abs_diff", "tolerance"}] * 5
+    assert [set(check) for check in report.as_json()["checks"]] == [{"name", "passed", "max_abs_diff", "tolerance"}] * 6
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def test_sound() -> None:
         ({"loss": 1.5}, ["rank_count_invariance", "token_weighted_loss"]),
         ({"gradient": Difference(2e-6, 1e-6, "weight")}, ["rank_count_invariance"]),
         ({"gradient": Difference(math.nan, 1e-6, "weight")}, ["rank_count_invariance"]),
+        ({"lookahead": Difference(2e-5, 1e-5, "outputs")}, ["causal"]),
         ({"missing_tokens": 3}, ["rank_count_invariance"]),
         ({"leak": Difference(2e-5, 1e-5, "outputs")}, ["document_isolation"]),
         ({"leak": Difference(math.nan, 1e-5, "outputs")}, ["document_isolation"]),
@@ -79,9 +81,9 @@ def test_a_wrong_loss_of_one_batch() -> None:
     wrong = {1: BATCHES[1], 2: (BATCHES[2][0], AloneBatch(9, 1.0, 1.2))}
     report = verdict(replace(REFERENCE, batches=wrong, findings=("rank 1 of 2: a label",)))
     assert failed(report) == ["label_shift"]
-    assert report.results[3].finding == "rank 1 of 2: a label"
-    assert report.results[3].max_abs_diff == pytest.approx(0.2)
-    assert report.results[3].where == "documents of rank 1 of 2"
+    assert report.results[4].finding == "rank 1 of 2: a label"
+    assert report.results[4].max_abs_diff == pytest.approx(0.2)
+    assert report.results[4].where == "documents of rank 1 of 2"
 
 
 def test_an_output_that_depends_on_nothing() -> None:

@@ -15,9 +15,11 @@ from steelyard.check.request import (
     ModelSource,
     deal,
     every_second_token_changed,
+    later_tokens_changed,
     perturbation_patterns,
     perturbed,
     random_documents,
+    tokens_kept,
 )
 from steelyard.errors import UsageError
 
@@ -37,6 +39,18 @@ def test_ranks_get_unequal_numbers_of_tokens() -> None:
         tokens = [sum(RANDOM_LENGTHS[doc] for doc in block) for block in deal(RANDOM_LENGTHS, ranks)]
         assert len(set(tokens)) == ranks
         assert 1.5 * min(tokens) < max(tokens) < 8 * min(tokens)
+
+
+@given(LENGTHS, st.sampled_from([0.0, 0.5, 0.9]), st.integers(0, 10**6))
+def test_later_tokens_change_and_earlier_ones_stay(lengths: list[int], share: float, seed: int) -> None:
+    docs = [np.random.default_rng(seed + n).integers(0, 9, length) for n, length in enumerate(lengths)]
+    after = later_tokens_changed(docs, frozenset({1, 2}), share, 9, seed)
+    for number, (old, new) in enumerate(zip(docs, after, strict=True)):
+        kept = tokens_kept(len(old), share)
+        assert kept >= 1 and (kept == 1 or kept <= len(old) * share)
+        changed = old != new
+        assert not changed[:kept].any() and not changed[-1]
+        assert changed[kept:-1].all() if number in (1, 2) else not changed.any()
 
 
 @given(st.integers(2, 40))

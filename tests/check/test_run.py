@@ -50,7 +50,7 @@ def test_our_decoder(pool: WorkerPool) -> None:
 def test_our_decoder_in_fp64(pool: WorkerPool) -> None:
     report = run_checks(CheckRequest(dtype="float64", ranks=(2,)), pool=pool)
     assert failed(report) == set()
-    assert all(result.max_abs_diff < 1e-13 for result in report.results[:4])
+    assert all(result.max_abs_diff < 1e-13 for result in report.results[:5])
 
 
 OTHER_FAMILIES = [
@@ -61,6 +61,14 @@ OTHER_FAMILIES = [
 @pytest.mark.parametrize("name", ["llama", "gemma2", *OTHER_FAMILIES])
 def test_families(pool: WorkerPool, name: str) -> None:
     assert failed(run_checks(CheckRequest(ModelSource("family", name), ranks=(1, 3)), pool=pool)) == set()
+
+
+@pytest.mark.parametrize("way", ["checkpointing", "ping_pong"])
+def test_a_transformers_model_in_other_ways(pool: WorkerPool, way: str) -> None:
+    request = CheckRequest(ModelSource("family", "llama"), ranks=(1, 3), **{way: True})  # type: ignore[arg-type]
+    assert failed(run_checks(request, pool=pool)) == set()
+    with pytest.raises(UsageError, match=r"only for Transformers models, and .*own\(\) builds another one"):
+        run_checks(module("own", ranks=(1,), **{way: True}), pool=pool)
 
 
 SOUND = ["own", "own_with_everything", "own_like_ddp", "own_windowed", "hf", "hf_flattened", "hf_padded"]
@@ -125,6 +133,8 @@ THROUGH_MODULE = {
     "own_blind": {"document_isolation"},
     "own_half_blind": {"document_isolation"},
     "own_blind_row": {"document_isolation"},
+    "own_pooled": {"causal"},
+    "own_one_ahead": {"causal"},
     "own_broken": NAMES_SET - {"balance"},
 }
 
@@ -147,7 +157,7 @@ def test_findings_say_what_was_seen(pool: WorkerPool) -> None:
     report = run_checks(module("own_blind_row", ranks=(2,)), pool=pool)
     assert report.results[1].finding.startswith("the output of token 16 of document 6, which has 96 tokens, depends on")
     report = run_checks(module("own_local", ranks=(2,)), pool=pool)
-    assert report.results[4].finding.startswith("attention did not pass through Steelyard")
+    assert report.results[5].finding.startswith("attention did not pass through Steelyard")
 
 
 # --- what a user may get wrong ----------------------------------------------------------------------------------------
@@ -167,12 +177,13 @@ def test_findings_say_what_was_seen(pool: WorkerPool) -> None:
         ("raises", "raised RuntimeError: no such checkpoint; --debug shows where"),
         ("loss_is_a_number", "returned float, expected a scalar with a gradient"),
         ("has_dropout", "attach: LlamaForCausalLM uses attention dropout (attention_dropout=0.1)"),
+        ("refuses_halves", "raised RuntimeError: run in halves; --debug shows where"),
         ("unseeded", "must make the same ones each time; seed its random numbers"),
     ],
 )
 def test_mistakes_are_one_line(pool: WorkerPool, function: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        run_checks(module(function, ranks=(1,)), pool=pool)
+        run_checks(module(function, ranks=(1,), ping_pong=function == "refuses_halves"), pool=pool)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

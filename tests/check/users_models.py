@@ -15,8 +15,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from steelyard.integrations.transformers import collate as st_collate
-
 VOCAB, HEADS, HEAD_DIM = 50, 2, 8
 HIDDEN = HEADS * HEAD_DIM
 
@@ -94,6 +92,22 @@ class Windowed(OwnModel):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, doc_lens: list[int]) -> Tensor:
         out: Tensor = self.balancer.attention(q, k, v, doc_lens=doc_lens, window=2)
         return out
+
+
+class Pooled(OwnModel):
+    """Every token also sees the mean of its document's values."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, doc_lens: list[int]) -> Tensor:
+        means = [v_D.mean(0, keepdim=True).expand_as(v_D) for v_D in v.split(doc_lens)]
+        return super().attend(q, k, v, doc_lens) + torch.cat(means)
+
+
+class OneAhead(OwnModel):
+    """Every token also sees the next one's value."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, doc_lens: list[int]) -> Tensor:
+        following = [F.pad(v_D[1:], (0, 0, 0, 0, 0, 1)) for v_D in v.split(doc_lens)]
+        return super().attend(q, k, v, doc_lens) + torch.cat(following)
 
 
 class Broken(OwnModel):
@@ -182,6 +196,14 @@ def own_blind_row(balancer: Any) -> nn.Module:
     return BlindRow(balancer)
 
 
+def own_pooled(balancer: Any) -> nn.Module:
+    return Pooled(balancer)
+
+
+def own_one_ahead(balancer: Any) -> nn.Module:
+    return OneAhead(balancer)
+
+
 def own_windowed(balancer: Any) -> nn.Module:
     return Windowed(balancer)
 
@@ -205,6 +227,12 @@ def own_one_wrong_gradient(balancer: Any) -> nn.Module:
     model = OwnModel(balancer)
     model.head.bias.register_hook(lambda gradient: gradient * (1.1 if balancer.ranks > 1 else 1.0))
     return model
+
+
+def st_collate(features: list[dict[str, Any]]) -> dict[str, Any]:
+    from steelyard.integrations.transformers import collate  # here: it loads Transformers' models, which takes seconds
+
+    return collate(features)
 
 
 def hf(**changes: Any) -> Any:
@@ -316,6 +344,18 @@ def loss_is_a_number() -> dict[str, Any]:
 
 def has_dropout() -> Any:
     return hf(attention_dropout=0.1)
+
+
+def refuses_halves() -> dict[str, Any]:
+    model = hf()
+
+    def loss(called: nn.Module, batch: dict[str, Any], label_count: int) -> Tensor:
+        if called is not model:
+            raise RuntimeError("run in halves")
+        result: Tensor = called(**batch, num_items_in_batch=label_count).loss
+        return result
+
+    return {"model": model, "loss": loss}
 
 
 def short_context() -> Any:

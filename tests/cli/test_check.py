@@ -74,7 +74,7 @@ def test_a_folder_and_documents(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    argv = ["check", str(folder), "--data", str(texts), "--layers", "1", "--ranks", "1", "4"]
+    argv = ["check", str(folder), "--data", str(texts), "--layers", "1", "--ranks", "1,4"]
     assert main([*argv, "--json"]) == 0
     captured = capsys.readouterr()
     assert all(check["passed"] for check in checks(captured.out).values())
@@ -84,8 +84,8 @@ def test_a_folder_and_documents(
     assert "random weights (the folder holds none)" in out
     assert "6 documents (" in out and "on 1 and 4 CPU processes" in out
     rows = [line for line in out.splitlines() if line.startswith(NAMES)]
-    assert len(rows) == 5 and all(" pass " in row and len(row.rstrip()) <= 80 for row in rows)
-    assert "all 5 checks passed in " in out
+    assert len(rows) == 6 and all(" pass " in row and len(row.rstrip()) <= 80 for row in rows)
+    assert "all 6 checks passed in " in out
 
 
 def test_a_fault_fails_with_advice(shared_pool: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_a_fault_fails_with_advice(shared_pool: None, capsys: pytest.CaptureFixt
     out = " ".join(capsys.readouterr().out.split())
     assert "label_shift FAIL" in out and "token_weighted_loss pass" in out
     assert "has label" in out and "labels are shifted once" in out
-    assert "2 of 5 checks failed" in out and "--dtype float64 tells rounding from a fault" in out
+    assert "2 of 6 checks failed" in out and "--dtype float64 tells rounding from a fault" in out
 
 
 def test_numbers_that_are_none_become_null(shared_pool: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +154,9 @@ def test_documents_are_cut_and_counted(texts: Path) -> None:
          "context of {tmp}/model, 64 tokens (max_position_embeddings)"),
         (["--data", "{tmp}/texts", "--ranks", "7"], "the data hold 6 documents of two or more tokens, expected at "
          "least 7 to deal to 7 processes; give more documents or a lower --ranks"),
+        (["--ranks", "1,x"], "--ranks 1,x: expected whole numbers, such as 1 2 4 or 1,2,4"),
+        (["--ranks", "2", "-1"], None),
+        (["--ping-pong"], "--checkpointing, --ping-pong: only for Transformers models; the built-in decoder is none"),
         (["--ranks", "0"], "--ranks 0: expected numbers from 1, such as 1 2 3 4"),
         (["--dtype", "float16"], None),
         (["--data", "{tmp}/textss"], None),

@@ -54,14 +54,16 @@ def with_trainer(ranks: int, accumulation: int, checkpointing: bool, ping_pong: 
         evaluated = attached.evaluate(
             st.collate([doc]) for doc in mine
         )  # 3 batches on one of two ranks, 2 on the other
+        trainer.accelerator.even_batches = False  # as TrainingArguments' accelerator_config sets it
+        evaluated_by_loader = attached.evaluate(trainer.get_eval_dataloader())
         evaluated_by_hand = mean_loss(model, attached, DOCS[:5])
         if not ping_pong:
             trainer.train()
     attached.detach()
     return figures(
         model, [line["loss"] for line in lines], evaluated_by_hand=evaluated_by_hand, eval_loss=eval_loss,
-        evaluated=evaluated, log=lines[-1], trained_weights=weights, order=first_step,
-        slow=[line for line in trainer.state.log_history if "steelyard/slowest_rank" in line][-1],
+        evaluated=evaluated, evaluated_by_loader=evaluated_by_loader, log=lines[-1], trained_weights=weights,
+        order=first_step, slow=[line for line in trainer.state.log_history if "steelyard/slowest_rank" in line][-1],
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers_ranks as tiny_models
+from ranks import tell, wait_for
 
 import steelyard.integrations.transformers as st
 from steelyard.balance import Kernel
@@ -60,12 +61,13 @@ def rank_1_leaves_after_the_first_layer(rank: int, ranks: int, group: dist.Proce
     passes.attention(x, x, x, offsets, layer=0, kernel=Kernel())
     error = "none"
     if rank == 1:
-        time.sleep(8)  # longer than the time-out and the look for who is missing
+        wait_for(*(f"rank {other} has named rank 1" for other in range(ranks) if other != 1))
     else:
         try:
             passes.attention(x, x, x, offsets, layer=1, kernel=Kernel())
         except SteelyardError as raised:
             error = str(raised)
+        tell(f"rank {rank} has named rank 1")
     passes.balancer.close()
     return error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -256,6 +256,15 @@ def test_alone_a_rank_computes_as_it_does_with_others() -> None:
     assert alone.backend.name == own.backend.name == "reference" and alone._dtype == torch.float64
 
 
+@pytest.mark.parametrize("make", [lambda: st.attach(tiny_models.tiny()), Balancer])
+def test_before_the_ranks_are_joined(make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dist.group.WORLD` is None until then: taken for a single process, every rank would go on by itself."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"one of several .* call torch.distributed.init_process_group"):
+        make()
+
+
 def test_attaching_twice_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.tiny()
     attached = st.attach(model)
@@ -265,9 +274,47 @@ def test_attaching_twice_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
             st.attach(model)
     twin = copy.deepcopy(model)
     batch = st.collate(DOCS)
-    assert torch.equal(twin(**batch).logits, model(**batch).logits)
+    expected = model(**batch).logits
+    assert torch.equal(twin(**batch).logits, expected)
     attached.detach()
-    st.attach(model)
+    assert torch.equal(twin(**batch).logits, expected), "the copy is still attached, and balanced by the same"
+    twin_attached = twin.steelyard_attachment
+    assert twin_attached is not attached and twin_attached.balancer is attached.balancer
+    twin_attached.detach()
+    for each in (model, twin):
+        assert each.config._attn_implementation == "eager" and not each._forward_pre_hooks and not each._forward_hooks
+        st.attach(each)
+
+
+def test_a_copy_is_detached_by_itself() -> None:
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    twin = copy.deepcopy(model)
+    twin.steelyard_attachment.detach()
+    batch = st.collate(DOCS)
+    expected = model(**batch).logits
+    assert attached.balancer._planned_steps == 1, "the model is attached as before"
+    docs = torch.cat([twin(input_ids=torch.tensor([doc])).logits for doc in DOCS], dim=1)
+    assert torch.allclose(docs, expected, atol=1e-5)
+    assert attached.balancer._planned_steps == 1, "and the copy is not"
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_backward_after_the_model_was_detached_is_refused(checkpointing: bool | None) -> None:
+    """Under reentrant checkpointing the layers would be run again with stock attention, and nothing would say so."""
+    model = tiny_models.tiny().train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    attached = st.attach(model)
+    batch = st.collate(DOCS)
+    first, second = (model(**batch).loss for _ in range(2))
+    with attached.detached(), pytest.raises(UsageError, match="backward after the model was detached"):
+        first.backward()
+    second.backward()
+    loss = model(**batch).loss
+    attached.detach()
+    with pytest.raises(UsageError, match="backward after the model was detached"):
+        loss.backward()
 
 
 def test_memory_of_a_forward_pass_is_kept_for_backward_only() -> None:

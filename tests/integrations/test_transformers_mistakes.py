@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -30,15 +31,20 @@ def attached() -> st.Attachment:
         (lambda _: st.collate([{"text": "a"}]), "document 0 has text and no input_ids; tokenise it first"),
         (lambda _: st.collate([5, 6]), "document 0: 5; expected whole numbers in a row"),
         (lambda _: st.collate([[1.5]]), r"document 0: \[1.5\]; expected whole numbers"),
+        (lambda _: st.collate([[True, False]]), "document 0: .*; expected whole numbers"),
+        (lambda _: st.collate([[3], [-1, 2]]), "token ids of document 1: -1 at place 0; expected token ids from 0"),
+        (lambda _: st.collate([{"input_ids": [2, -100]}]), "input_ids of document 0: -100 at place 1"),
         (lambda _: st.collate([[[1, 2], [3, 4]]]), r"document 0: shape \(2, 2\).*a document for each row"),
         (lambda _: st.collate([{"input_ids": [1, 2], "labels": "ab"}]), "labels of document 0: 'ab'"),
         (lambda _: st.collate([{"input_ids": [1, 2], "attention_mask": [1]}]), "2 tokens and an attention_mask of 1"),
         (lambda _: st.label_count([[1, 2]]), "a batch of type list: expected a mapping"),
         (lambda _: st.attach("model"), "str is no Transformers model"),
-        (lambda _: st.attach(tiny_models.tiny(), "gloo"), "group is of type str, expected a process group"),
+        (lambda _: st.attach(tiny_models.tiny(), "gloo"), "attach: group='gloo', expected a process group"),
         (lambda _: st.attach(tiny_models.tiny(), policy="best"), "policy='best', expected one of"),
         (lambda _: st.attach(tiny_models.tiny(), policy="wlb"), r"attach: policy='wlb' places the tokens.*use one of"),
         (lambda a: a.model(**BATCH, alibi_slopes=IDS), "alibi_slopes is given, and it is not known whether"),
+        (lambda _: st.attach(tiny_models.tiny(), backend="gpu"), "attach: backend='gpu', expected one of auto, cpu"),
+        (lambda _: st.attach(tiny_models.tiny(), timeout_s=0), "attach: timeout_s=0, expected seconds above 0"),
         (lambda _: st.attach(tiny_models.tiny(), tolerance="x"), "tolerance='x', expected a number"),
         (lambda a: st.BalanceCallback(a.model), r"expected what attach returned, as in BalanceCallback\(attached\)"),
         (lambda a: a.plan([BATCH]), "a batch of type list: expected a mapping with input_ids"),
@@ -47,6 +53,9 @@ def attached() -> st.Attachment:
         (lambda a: a.evaluate(BATCH), "expected several batches, such as"),
         (lambda a: next(a.prefetch(BATCH)), "expected several batches, such as"),
         (lambda a: a.model(**BATCH, steelyard_plan=a.balancer.plan([[3, 2]])), "expected what `attached.plan"),
+        (lambda a: a.model(input_ids=IDS[:, :0]), r"a batch of shape \(1, 0\) holds no token; .* as collate\(\[\]\)"),
+        (lambda a: a.model(input_ids=IDS.float()), "input_ids of dtype torch.float32, expected token ids"),
+        (lambda a: pickle.dumps(a.model), "an attached model cannot be pickled: save its weights"),
         (lambda a: a.model(input_ids=IDS[0]), r"without input_ids or inputs_embeds of \(rows, tokens\)"),
         (lambda a: a.model(input_ids=IDS, position_ids=[[0, 1, 2, 0, 1]]), "position_ids of type list"),
         (lambda a: a.model(input_ids=IDS, attention_mask=[[1] * 5]), "attention_mask of type list"),

@@ -175,8 +175,10 @@ def test_arena_does_not_grow_once_warm(pool: WorkerPool) -> None:
         assert growth[3:] == [0, 0, 0]
 
 
-def test_a_missing_peer_is_named(pool: WorkerPool) -> None:
-    outcomes = pool.run_all(on_rank.meet_a_missing_peer, 2)
+def test_a_missing_peer_is_named() -> None:
+    """With workers of its own: the kill would cost the others a new start."""
+    with WorkerPool(2) as own_pool:
+        outcomes = own_pool.run_all(on_rank.meet_a_missing_peer, 2)
     error = outcomes[0]
     assert error["type"] == "PeerError"
     assert "rank 1" in error["message"] and "layer 1" in error["message"], error["message"]
@@ -187,7 +189,7 @@ def test_a_missing_peer_is_named(pool: WorkerPool) -> None:
 
 
 def test_only_one_of_two_ranks_reaches_attention(pool: WorkerPool) -> None:
-    waiting, elsewhere = pool.run(on_rank.reach_attention_alone, 2)
+    waiting, elsewhere, *_ = pool.run(on_rank.reach_attention_alone, pool.ranks)
     assert waiting["type"] == "PeerError"
     assert "rank 1 is alive elsewhere" in waiting["message"] and "layer 0" in waiting["message"], waiting["message"]
     assert "before its first exchange" in waiting["message"]
@@ -196,8 +198,8 @@ def test_only_one_of_two_ranks_reaches_attention(pool: WorkerPool) -> None:
 
 
 def test_rows_that_do_not_fit_the_plan_are_refused(pool: WorkerPool) -> None:
-    with pytest.raises(RemoteError, match="expected \\(tokens, heads, head size\\) with 8 tokens"):
-        pool.run(on_rank.wrong_rows, 1)
+    [said] = pool.run(on_rank.wrong_rows, 1)
+    assert "expected (tokens, heads, head size) with 8 tokens" in said
 
 
 def test_autocast_does_not_reach_the_kernels(pool: WorkerPool) -> None:
@@ -212,5 +214,5 @@ def test_saved_tensor_hooks_may_keep_other_tensors(pool: WorkerPool, memory: str
 
 
 def test_a_second_backward_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(RemoteError, match="backward ran twice through the same forward"):
-        pool.run(on_rank.backward_twice, 1)
+    [said] = pool.run(on_rank.backward_twice, 1)
+    assert "backward ran twice through the same forward" in said

@@ -84,7 +84,7 @@ def test_killed_worker_changes_nothing(pool: WorkerPool, documents: Path, tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_interrupt_saves_and_exits_130(documents: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupt_saves_and_exits_130(hang_ups: None, documents: Path, tmp_path: Path, number: signal.Signals) -> None:
     config = small_config(documents, tmp_path / "out", steps=100_000)
     process = start(config, tmp_path, "--nproc", "2")
     wait_until(process, lambda: len(steps_done(config)) >= 2)

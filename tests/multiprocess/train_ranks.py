@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,15 @@ def with_checkpoint(config: TrainConfig, **changes: Any) -> TrainConfig:
 
 def join(ranks: int) -> Groups | None:
     """The groups of a run on the pool's first `ranks` workers; every worker calls it; the others get None."""
-    made = [dist.new_group(list(range(ranks)), backend="gloo") for _ in range(5)]
+    made = groups_of(ranks)
     return Groups(*made, dist.HashStore()) if dist.get_rank() < ranks else None
+
+
+@cache
+def groups_of(ranks: int) -> list[dist.ProcessGroup]:
+    """Made once, as a run that has ended well leaves nothing in them: each has a thread that looks for messages a
+    hundred times a second, and hundreds of them keep a core busy."""
+    return [dist.new_group(list(range(ranks)), backend="gloo") for _ in range(5)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +168,9 @@ def train_with_broken_disk(
     rank: int, pool_size: int, pool_group: dist.ProcessGroup, ranks: int, config: TrainConfig
 ) -> tuple[str, str] | None:
     """Rank 1 cannot read its third step: the error that ended each rank."""
+    groups_of.cache_clear()  # what the run breaks off may be left in its groups
     groups = join(ranks)
+    groups_of.cache_clear()
     if groups is None:
         return None
     parts = assemble(config, groups, torch.device("cpu"))
@@ -182,7 +192,7 @@ def train_with_broken_disk(
 def train_with_slow_rank(
     rank: int, pool_size: int, pool_group: dist.ProcessGroup, ranks: int, config: TrainConfig, slow: int
 ) -> list[StepRecord] | None:
-    """Rank `slow` takes 20 ms longer for every piece of attention, forward and backward."""
+    """Rank `slow` takes 50 ms longer for every piece of attention, forward and backward."""
     groups = join(ranks)
     if groups is None:
         return None
@@ -198,7 +208,7 @@ def train_with_slow_rank(
 
 def _slowed(function: Any) -> Any:
     def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return function(*args, **kwargs)
 
     return slow

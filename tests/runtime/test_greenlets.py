@@ -92,9 +92,22 @@ def test_an_error_ends_the_other_half_in_good_order() -> None:
 
 
 def test_a_turn_outside_of_its_half_does_nothing() -> None:
-    turns = []
+    turns, done = [], []
     alternate([turns.append, lambda turn: None])
     turns[0]()
+
+    def half(name: str):
+        def run(turn) -> None:
+            done.append(name)
+            turns[0]()
+            done.append(name)
+            turn()
+            done.append(f"end {name}")
+
+        return run
+
+    alternate([half("ping"), half("pong")])
+    assert done == ["ping", "ping", "end ping", "pong", "pong", "end pong"]
 
 
 def test_modes_that_two_halves_cannot_share_are_refused() -> None:

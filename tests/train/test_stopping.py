@@ -16,7 +16,7 @@ from steelyard.train.stopping import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_noted_and_the_handlers_come_back(number: signal.Signals) -> None:
+def test_a_signal_is_noted_and_the_handlers_come_back(hang_ups: None, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.requested
@@ -35,7 +35,7 @@ def test_nohup_stays_in_force() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_lost_terminal_does_not_fail_writes() -> None:
+def test_a_lost_terminal_does_not_fail_writes(hang_ups: None) -> None:
     program = """
 import os, signal, sys, time
 from steelyard.train.stopping import StopRequest
@@ -65,6 +65,7 @@ with StopRequest() as stop:
 def test_a_process_whose_launcher_dies_is_terminated(before_it_looks: bool) -> None:
     worker = f"""
 import time
+print("begun", flush=True)
 time.sleep({0.5 * before_it_looks})
 import os, sys
 from steelyard.train.stopping import StopRequest, watch_launcher
@@ -83,9 +84,8 @@ time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    if before_it_looks:
-        time.sleep(0.3)
-    else:
+    assert process.stdout.readline() == "begun\n"
+    if not before_it_looks:
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.1)
     process.kill()

@@ -7,12 +7,16 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from steelyard.collectives import Exchange, wait_in_slices
 from steelyard.errors import PeerError, UsageError, first_line
 
 
@@ -34,25 +38,30 @@ class Message:
 
 
 def gather(
-    message: Message, group: dist.ProcessGroup | None, ranks: int, step: int, who_is_missing: Callable[[], str]
+    message: Message, group: dist.ProcessGroup | None, exchange: Exchange, ranks: int, step: int
 ) -> list[Message]:
     """Every rank's message, in rank order. Collective over `group`, a CPU group of `ranks` ranks.
 
+    Args:
+        exchange: of the same ranks: says who is missing, and is closed if a rank is.
+
     Raises:
-        PeerError: a rank did not come.
+        PeerError: a rank did not come, now or before.
         UsageError: the ranks came for different things or with different settings; all of them raise it.
     """
     if ranks == 1:
         return [message]
-    gathered: list[Any] = [None] * ranks
+    exchange.refuse_if_broken()
+    plans = exchange.progress.enter_planning() if exchange.progress is not None else None
     try:
-        dist.all_gather_object(gathered, message, group=group)
+        messages: list[Message] = _all_gather(message, group, ranks, exchange.timeout_s)
     except RuntimeError as error:
-        raise PeerError(
-            f"planning of step {step}: the lengths of all ranks did not arrive: {who_is_missing()}. Look at the log of "
-            f"the rank that is missing. [{first_line(error)}]"
-        ) from error
-    messages: list[Message] = gathered
+        who = exchange.who_is_missing(plans=plans)
+        failure = PeerError(
+            f"planning of step {step}: the lengths of all ranks did not arrive: {who}. Look at the log of the rank "
+            f"that is missing. [{first_line(error)}]"
+        )
+        raise exchange.broken(failure) from error
     kinds = [said.kind for said in messages]
     if len(set(kinds)) > 1:
         raise UsageError(
@@ -68,3 +77,22 @@ def gather(
                     "every rank the same"
                 )
     return messages
+
+
+def _all_gather(own: object, group: dist.ProcessGroup | None, ranks: int, timeout_s: float) -> list[Any]:
+    """What each rank gives. (`all_gather_object` waits where Ctrl-C does not reach, and as long as the group says.)
+
+    Raises:
+        RuntimeError: it failed, or did not complete in time.
+    """
+
+    def gathered(rows: Tensor) -> list[Tensor]:
+        all_rows = [torch.empty_like(rows) for _ in range(ranks)]
+        wait_in_slices(dist.all_gather(all_rows, rows, group=group, async_op=True), timeout_s)
+        return all_rows
+
+    data = bytearray(pickle.dumps(own))
+    sizes = [int(size) for size in gathered(torch.tensor([len(data)]))]
+    padded = data.ljust(max(sizes), b"\0")
+    rows = gathered(torch.frombuffer(padded, dtype=torch.uint8))
+    return [pickle.loads(row.numpy().tobytes()) for row in rows]  # pickle reads no further than what was written

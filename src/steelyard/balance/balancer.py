@@ -7,11 +7,11 @@ between two exchanges, and then compute the same plan: the planner is determinis
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar, get_args
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,31 @@ from steelyard.attention.interface import Backend
 from steelyard.balance.agreement import Message, gather
 from steelyard.balance.background import Background
 from steelyard.balance.chunk_order import orders_of
-from steelyard.balance.given import check_makings, check_tensors, lengths_of, nano_batches_of, shards_of, shown
+from steelyard.balance.given import (
+    check_groups,
+    check_kinds,
+    check_options,
+    check_row_keys,
+    check_seconds,
+    check_tensors,
+    layout_of,
+    lengths_of,
+    nano_batches_of,
+    not_carried_out,
+    shards_of,
+    shown,
+)
 from steelyard.balance.in_flight import InFlight, in_backward
 from steelyard.balance.nano_batch import Kernel, NanoBatchAttention
 from steelyard.balance.plans import NanoBatchPlan, StepPlan
-from steelyard.collectives import Exchange, Progress, twin_group
+from steelyard.collectives import Exchange, Progress, shared_store, twin_group
 from steelyard.cost.attention import pairs_before_array
 from steelyard.domain.layout import Layout
 from steelyard.domain.shapes import AttentionShape
 from steelyard.domain.topology import Topology
 from steelyard.errors import UsageError
 from steelyard.observe.meter import Meter
-from steelyard.planner import POLICIES, make_plan
+from steelyard.planner import make_plan
 from steelyard.planner.rates import Rate, speeds_of
 from steelyard.planner.tables import build_tables
 from steelyard.runtime import greenlets
@@ -54,21 +67,26 @@ class Balancer:
     `prefetch`, a step ahead) and `begin`, is there to be called on its own.
 
     Args:
-        group: the ranks that share attention work; None with a single process.
+        group: the ranks that share attention work; None: this process alone.
         shape: heads, key/value heads and head size of the model's attention; None: what the first q and k have.
         tolerance: no server's work exceeds (1 + tolerance) × its share.
         policy: planner to use: "balanced", or "packed" (every rank computes what it holds).
-        backend: attention kernels: "auto", "cpu", "reference".
+        backend: attention kernels: "auto", "cpu", "flash", "reference".
         dtype, device: of q, k and v for `core_attention`; `attention` goes by its arguments.
-        timeout_s: longest wait for a transfer.
+        timeout_s: longest wait for the other ranks, in a transfer or to plan.
         planning_group: a CPU (gloo) group of the same ranks, used for lengths only; None: one is made, and every rank
             of `group` must come to that.
-        store: any store that the ranks share; with it a time-out names who is missing.
+        store: any store that the ranks share, by which a time-out names who is missing; None: that of torch's default
+            process group. A thread writes to it once in `progress_period_s`.
         speeds: relative speed of each rank; () means equal.
         window: keys that a query sees at most, its own included; None: all earlier ones of its document.
         row_keys: what a query costs the kernels besides the keys that it sees, in keys; 0 balances pairs.
         memory: "keep" holds received rows on the server until backward, "resend" sends them again then.
         meter: where times go; a new one by default.
+
+    Attributes:
+        agreed: what else must be the same on every rank, by name; yours to fill. It is compared at each plan: a number
+            of layers, say, since ranks that differ in it would answer each other's transfers with others.
 
     Raises:
         UsageError: an argument that cannot be honoured; it is named.
@@ -94,19 +112,19 @@ class Balancer:
         meter: Meter | None = None,
         progress_period_s: float = 1.0,
     ) -> None:
-        numbers = {"tolerance": tolerance, "timeout_s": timeout_s, "row_keys": row_keys}
-        check_makings(group, planning_group, shape, dtype, device, numbers, speeds)
+        check_groups("Balancer", group=group, planning_group=planning_group)
+        check_kinds(shape, dtype, device)
+        check_options(
+            "Balancer", tolerance=tolerance, timeout_s=timeout_s, policy=policy, backend=backend, memory=memory,
+            speeds=speeds,
+        )  # fmt: skip
+        check_row_keys("Balancer", row_keys)
+        check_seconds("Balancer", "progress_period_s", progress_period_s)
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
         if group is not None and self.rank < 0:
             raise UsageError("Balancer: this process is not in the group that was given; make it on its ranks only")
-        if not 0 <= tolerance < float("inf"):
-            raise UsageError(f"Balancer: tolerance={tolerance}, expected a number >= 0 such as 0.05")
-        if policy not in POLICIES:
-            raise UsageError(f"Balancer: policy={policy!r}, expected one of {', '.join(POLICIES)}")
-        if memory not in get_args(Memory):
-            raise UsageError(f"Balancer: memory={memory!r}, expected one of {', '.join(get_args(Memory))}")
         plain = Kernel(window=window)
         self.shape, self.tolerance, self.policy = shape, tolerance, policy
         self.window, self.memory, self.row_keys = window, memory, row_keys
@@ -122,12 +140,10 @@ class Balancer:
         self.planning_group = planning_group
         if self.ranks > 1 and planning_group is None:
             self.planning_group = twin_group(group, "gloo", timeout_s)
-        self.progress: Progress | None = None
-        if store is not None and self.ranks > 1:
-            self.progress = Progress(store, self.rank, self.ranks, period_s=progress_period_s)
-            self.progress.start()
+        self.progress = self._publish_progress(store, progress_period_s)
         self.exchange = Exchange(group, progress=self.progress, timeout_s=timeout_s, meter=self.meter)
-        self.agreed: dict[str, object] = {}  # what else must be the same on every rank, by name; compared at each plan
+        self.agreed: dict[str, object] = {}
+        self._made_unjoined = not dist.is_initialized()
         self._planned_steps = 0
         self._planning = threading.Lock()
         self._planner: Background | None = None
@@ -165,6 +181,15 @@ class Balancer:
             meter=self.meter,
         )  # fmt: skip
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Balancer:
+        return self  # a copy of a model takes part in the same balancing: process groups cannot be copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a Balancer cannot be pickled: it holds process groups and memory of this process; save what the model has "
+            "learned (its state_dict) and make a new Balancer where it is loaded"
+        )
+
     # Planning: collective, over the planning group.
 
     def plan(
@@ -190,8 +215,8 @@ class Balancer:
             PeerError: a rank did not come to plan within the time-out.
             UsageError: the ranks do not do the same thing, have other settings, or no shape is known yet.
         """
-        lengths = nano_batches_of("plan", doc_lengths_by_nano_batch)
-        return self._in_order(lambda: self._plan_now(lengths, note, rate, reorder))
+        lengths, settings = nano_batches_of("plan", doc_lengths_by_nano_batch), self._settings(reorder)
+        return self._in_order(lambda: self._plan_now(lengths, note, rate, reorder, settings))
 
     def prefetch(
         self,
@@ -203,10 +228,10 @@ class Balancer:
     ) -> Future[StepPlan]:
         """As `plan`, on a background thread; calls are worked off in order. Hand lengths over a step early, on every
         rank, and planning costs the step nothing."""
-        lengths = nano_batches_of("prefetch", doc_lengths_by_nano_batch)
+        lengths, settings = nano_batches_of("prefetch", doc_lengths_by_nano_batch), self._settings(reorder)
         if self._planner is None:
             self._planner = Background("steelyard-plan")
-        return self._planner.submit(lambda: self._plan_now(lengths, note, rate, reorder))
+        return self._planner.submit(lambda: self._plan_now(lengths, note, rate, reorder, settings))
 
     def _in_order(self, plan: Callable[[], StepPlan]) -> StepPlan:
         """Plan now, or after what was handed over before: every rank must plan in the same order."""
@@ -218,11 +243,12 @@ class Balancer:
         note: Any,
         rate: Rate | None,
         reorder: bool,
+        settings: Mapping[str, str],
     ) -> StepPlan:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            messages = self._gather("documents", own, (note, rate), step, reorder=reorder)
+            messages = self._gather(Message("documents", own, (note, rate), settings), step)
             rounds = max(len(said.content) for said in messages)
             by_rank = [[*said.content, *[[]] * (rounds - len(said.content))] for said in messages]
             notes, rates = zip(*(said.note for said in messages), strict=True)
@@ -251,16 +277,16 @@ class Balancer:
         Raises:
             PeerError, UsageError: as `plan`; or the shards do not cover every document once.
         """
-        own = shards_of("plan_shards", shards)
-        return self._in_order(lambda: self._plan_shards_now(own, note))
+        message = Message("shards", shards_of("plan_shards", shards), note, self._settings())
+        return self._in_order(lambda: self._plan_shards_now(message))
 
-    def _plan_shards_now(self, own: list[tuple[int, ...]], note: Any) -> StepPlan:
+    def _plan_shards_now(self, message: Message) -> StepPlan:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            messages = self._gather("shards", own, note, step)
+            messages = self._gather(message, step)
             table = [(*shard, rank) for rank, said in enumerate(messages) for shard in said.content]
-            nano_batch = self.plan_layout(_layout_of(table, self.ranks), step=step)
+            nano_batch = self.plan_layout(layout_of(table, self.ranks), step=step)
             return StepPlan((nano_batch,), tuple(said.note for said in messages), step)
 
     def plan_layout(
@@ -274,7 +300,11 @@ class Balancer:
         speeds: Sequence[float] | None = None,
     ) -> NanoBatchPlan:
         """Plan a layout that all ranks know already; no message. `policy`, `window` and `speeds` override the
-        balancer's."""
+        balancer's.
+
+        Raises:
+            UsageError: no shape is known yet, or the policy moves documents between ranks.
+        """
         if self.shape is None:
             raise UsageError(
                 "Balancer: heads and head size are not known before the first attention; give shape=AttentionShape(…) "
@@ -295,10 +325,7 @@ class Balancer:
         )
         plan = replace(plan, row_keys=self.row_keys)  # the unit of work is one, whatever a policy balances
         if plan.layout is not layout:
-            raise UsageError(
-                f"policy={plan.policy!r} places the tokens of documents elsewhere than they are, so it can be planned "
-                'and compared (`steelyard plan`) but not carried out here; use "balanced" or "packed"'
-            )
+            raise not_carried_out("plan_layout", plan.policy)
         return NanoBatchPlan(plan, build_tables(plan, self.rank), index, step)
 
     # Attention.
@@ -372,6 +399,12 @@ class Balancer:
         """Begin a forward pass of a nano-batch; `attention` without documents belongs to it from now on.
 
         Give exactly one of `doc_lens` and `shards` (planned here: every rank must call it) and `plan`, made earlier.
+
+        Args:
+            turn: called between the steps of each layer: another forward pass may run then (see `alternate`).
+
+        Raises:
+            PeerError, UsageError: as `plan` and `plan_shards`.
         """
         if sum(given is not None for given in (doc_lens, shards, plan)) != 1:
             raise UsageError("begin: give exactly one of doc_lens=…, shards=… and plan=…")
@@ -380,7 +413,7 @@ class Balancer:
         elif shards is not None:
             own = shards_of("shards", shards)
             whole = bool(own) and all(len(shard) == 4 for shard in own)
-            plan = self.plan_layout(_layout_of(own, self.ranks)) if whole else self.plan_shards(own).nano_batches[0]
+            plan = self.plan_layout(layout_of(own, self.ranks)) if whole else self.plan_shards(own).nano_batches[0]
         if not isinstance(plan, NanoBatchPlan):
             raise UsageError(f"begin: plan={shown(plan)}, expected one of `plan(…).nano_batches`")
         self._current = self._given = None
@@ -489,7 +522,7 @@ class Balancer:
     def _learn_shape(self, q: Tensor, k: Tensor) -> None:
         if self.shape is None and q.dim() == 3 and k.dim() == 3 and q.shape[1] and k.shape[1]:
             self.shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], element_bytes=q.element_size())
-            self.device = q.device
+            self.device, self._dtype = q.device, q.dtype
 
     def _core_attention(
         self, nano_batch: NanoBatchPlan, backend: Backend, device: torch.device, step: int
@@ -520,31 +553,35 @@ class Balancer:
             )
         return self._backends[key]
 
-    def _gather(self, kind: str, content: Any, note: Any, step: int, reorder: bool = False) -> list[Message]:
-        """Every rank's message, in rank order; see `agreement.gather`."""
+    def _settings(self, reorder: bool = False) -> dict[str, str]:
+        """What must be the same on every rank, by name; of the thread that asks for a plan, whichever makes it."""
         settings = {
             "reorder": reorder, "tolerance": float(self.tolerance), "policy": self.policy, "window": self.window,
             "row_keys": self.row_keys, "speeds": tuple(float(s) for s in self.topology.speeds), "memory": self.memory,
-            "shape": self.shape, "autocast": _autocast(self.device), **self.agreed,
+            "shape": self.shape, "dtype": self._dtype, "autocast": _autocast(self.device), **self.agreed,
         }  # fmt: skip
-        message = Message(kind, content, note, {name: str(value) for name, value in settings.items()})
-        return gather(
-            message, self.planning_group, self.ranks, step,
-            lambda: self.progress.explain(None) if self.progress is not None else "no progress is published",
-        )  # fmt: skip
+        return {name: str(value) for name, value in settings.items()}
+
+    def _gather(self, message: Message, step: int) -> list[Message]:
+        """Every rank's message, in rank order; see `agreement.gather`."""
+        if self.group is None and self._made_unjoined and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                "Balancer: it was made before torch.distributed was initialised, when group.WORLD was None, and so for "
+                "one rank alone; make it after init_process_group"
+            )
+        return gather(message, self.planning_group, self.exchange, self.ranks, step)
+
+    def _publish_progress(self, store: dist.Store | None, period_s: float) -> Progress | None:
+        """Begin to say where this rank is; None where there is nobody, or no way, to say it."""
+        store = store if store is not None or self.ranks == 1 else shared_store(self.group)
+        if store is None or self.ranks == 1:
+            return None
+        progress = Progress(store, self.rank, self.ranks, period_s=period_s)
+        progress.start()
+        finalize(self, progress.close).atexit = False  # dropped without `close`: the thread ends, too
+        return progress
 
 
 def _autocast(device: torch.device) -> str:
     """The dtype that autocast gives this thread now: ranks that differ would send rows of different sizes."""
     return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "off"
-
-
-def _layout_of(table: Sequence[tuple[int, ...]], ranks: int) -> Layout:
-    """The layout of (doc, start, length, rank), whatever numbers the documents have."""
-    wrong = next((shard for shard in table if len(shard) != 4), None)
-    if wrong is not None:
-        raise UsageError(
-            f"shards: {wrong}, expected (doc, start, length), or (doc, start, length, rank) in all of them"
-        )
-    number = {doc: i for i, doc in enumerate(sorted({shard[0] for shard in table if shard[2]}))}
-    return Layout.from_shards([(number[d], s, n, r) for d, s, n, r in table if n], ranks)

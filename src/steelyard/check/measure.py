@@ -33,12 +33,15 @@ from steelyard.check.report import (
     worst,
 )
 from steelyard.check.request import (
+    KEPT_SHARES,
     CheckRequest,
     deal,
     every_second_token_changed,
+    later_tokens_changed,
     perturbation_patterns,
     perturbed,
     random_documents,
+    tokens_kept,
 )
 from steelyard.check.subject import Subject, open_subject, tokens_held, wrong_label
 from steelyard.data.batches import DocumentBatch
@@ -130,10 +133,12 @@ def measure_rank(
     """
     subject = open_subject(request, group)
     docs = _documents(request, subject)
-    block = deal([len(doc) for doc in docs], ranks)[rank]
+    blocks = deal([len(doc) for doc in docs], ranks)
+    block = blocks[rank]
     labels = sum(len(doc) - 1 for doc in docs)
     base = _outputs(subject, docs, block)
     leak = _leak(subject, docs, block, base, request)
+    lookahead = _lookahead(subject, docs, blocks, rank, base, request)
     blind = _blind(subject, docs, block, base, request)
     batch = subject.collate([docs[doc] for doc in block])
     before = subject.kernel_calls()
@@ -147,6 +152,7 @@ def measure_rank(
         loss=joined_loss,
         gradient=_compare_gradients(gradients, reference, request) if rank == 0 else None,
         leak=leak,
+        lookahead=lookahead,
         blind=blind,
         work=subject.work(rank, batch) if balanced else sum(len(docs[d]) * (len(docs[d]) + 1) // 2 for d in block),
         balanced=balanced,
@@ -215,6 +221,31 @@ def _leak(
             if doc not in changed and len(base[doc]):
                 difference = float((moved[doc] - base[doc]).abs().max())
                 found.append(Difference(difference, allowed, f"outputs of document {doc}"))
+    return worst(found)
+
+
+def _lookahead(
+    subject: Subject,
+    docs: Sequence[IntArray],
+    blocks: Sequence[Sequence[int]],
+    rank: int,
+    base: Mapping[int, Tensor],
+    request: CheckRequest,
+) -> Difference:
+    """How far outputs of this rank moved when later tokens of their own document were changed. Collective.
+
+    Of each rank's documents only the longest is changed: a leak from documents before it does not show here.
+    """
+    allowed = TOLERANCES[request.dtype].logits * _largest(base.values())
+    longest = [max(block, key=lambda doc: len(docs[doc])) for block in blocks]
+    own = longest[rank]
+    found = []
+    for share in KEPT_SHARES:
+        others = later_tokens_changed(docs, frozenset(longest), share, subject.vocab_size, request.seed)
+        moved = _outputs(subject, others, blocks[rank])
+        kept = tokens_kept(len(docs[own]), share)
+        before = _largest([moved[own][:kept] - base[own][:kept]])
+        found.append(Difference(before, allowed, f"outputs before token {kept} of document {own}"))
     return worst(found)
 
 

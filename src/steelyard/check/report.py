@@ -13,7 +13,7 @@ from typing import Any
 
 from steelyard.check.request import CheckRequest, Dtype
 
-NAMES = ("rank_count_invariance", "document_isolation", "token_weighted_loss", "label_shift", "balance")
+NAMES = ("rank_count_invariance", "document_isolation", "causal", "token_weighted_loss", "label_shift", "balance")
 
 ADVICE = {
     "rank_count_invariance": (
@@ -26,6 +26,11 @@ ADVICE = {
         "Tokens must see their own document only. Tell attention where documents end: position ids that restart, or "
         "cu_seq_lens_q (Transformers), or doc_lens (steelyard.Balancer). An attention of the model's own that ignores "
         "them must go."
+    ),
+    "causal": (
+        "No token may see later ones of its document, or the model reads its labels. balancer.attention sees none; "
+        "an attention of the model's own needs is_causal=True or a mask. Look for what else reaches ahead: a "
+        "convolution, a pooling or a norm over the sequence."
     ),
     "token_weighted_loss": (
         "The loss is not the mean over the tokens of all ranks. Sum the token losses, divide by the labels of all "
@@ -134,6 +139,7 @@ class RankMeasure:
         loss: of the step, over all ranks.
         gradient: the gradient that differs most from the reference's; None on ranks other than 0.
         leak: how far outputs moved when other documents were changed.
+        lookahead: how far outputs moved when later tokens of their document were changed.
         blind: an output that depends on no earlier token of its document, in words; empty if there is none.
         work: (query, key) pairs that this rank computed.
         balanced: whether attention passed through Steelyard.
@@ -144,6 +150,7 @@ class RankMeasure:
     loss: float
     gradient: Difference | None
     leak: Difference
+    lookahead: Difference
     blind: str
     work: int
     balanced: bool
@@ -213,6 +220,7 @@ def judge(
     results = (
         _rank_count_invariance(reference, by_ranks, tolerances),
         _document_isolation(by_ranks),
+        _result("causal", _worst_of({ranks: [m.lookahead for m in found] for ranks, found in by_ranks.items()})),
         _token_weighted_loss(reference, by_ranks, tolerances),
         _label_shift(reference, tolerances),
         _balance(request, by_ranks),
@@ -228,6 +236,15 @@ def processes(ranks: int) -> str:
 def _result(name: str, difference: Difference, finding: str = "") -> CheckResult:
     passed = difference.ratio <= 1 and not finding
     return CheckResult(name, passed, difference.value, difference.allowed, difference.where, finding)
+
+
+def _worst_of(by_ranks: Mapping[int, Sequence[Difference]]) -> Difference:
+    """The worst of all ranks, with the number of processes where it was."""
+    return worst(
+        Difference(found.value, found.allowed, f"{found.where}, {processes(ranks)}")
+        for ranks, differences in by_ranks.items()
+        for found in differences
+    )
 
 
 def _rank_count_invariance(
@@ -250,11 +267,7 @@ def _rank_count_invariance(
 
 
 def _document_isolation(by_ranks: Mapping[int, Sequence[RankMeasure]]) -> CheckResult:
-    difference = worst(
-        Difference(m.leak.value, m.leak.allowed, f"{m.leak.where}, {processes(ranks)}")
-        for ranks, measures in by_ranks.items()
-        for m in measures
-    )
+    difference = _worst_of({ranks: [m.leak for m in measures] for ranks, measures in by_ranks.items()})
     blind = [(ranks, m.blind) for ranks, measures in by_ranks.items() for m in measures if m.blind]
     if not blind or difference.ratio > 1:
         return _result("document_isolation", difference)

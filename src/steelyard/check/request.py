@@ -50,6 +50,7 @@ class CheckRequest:
         tolerance: of the balance, as for training.
         dtype: of all parameters and computations.
         seed: of random weights, documents and perturbations.
+        checkpointing, ping_pong: run a Transformers model with activation checkpointing, and as two halves in turn.
         search_paths: where the user's module is looked for before anything else.
     """
 
@@ -59,6 +60,8 @@ class CheckRequest:
     tolerance: float = 0.05
     dtype: Dtype = "float32"
     seed: int = 0
+    checkpointing: bool = False
+    ping_pong: bool = False
     search_paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -68,6 +71,8 @@ class CheckRequest:
             raise UsageError(f"--tolerance {self.tolerance}: expected a number above 0 such as 0.05")
         if self.source.layers is not None and self.source.layers < 1:
             raise UsageError(f"--layers {self.source.layers}: expected at least 1")
+        if self.source.kind == "decoder" and (self.checkpointing or self.ping_pong):
+            raise UsageError("--checkpointing, --ping-pong: only for Transformers models; the built-in decoder is none")
         object.__setattr__(self, "ranks", tuple(sorted({1, *self.ranks})))
         check_documents(self.lengths, self.ranks[-1])
 
@@ -171,3 +176,21 @@ def every_second_token_changed(docs: Sequence[IntArray], first: int, vocab_size:
         mixed[first:-1:2] = new[first:-1:2]
         found.append(int_column(mixed))
     return found
+
+
+KEPT_SHARES = (0.0, 0.5)
+"""Parts of a document that keep their tokens while later ones change; one token at least."""
+
+
+def tokens_kept(length: int, share: float) -> int:
+    """How many tokens of a document that are."""
+    return max(1, int(length * share))
+
+
+def later_tokens_changed(
+    docs: Sequence[IntArray], changed: frozenset[int], share: float, vocab_size: int, seed: int
+) -> list[IntArray]:
+    """The documents with other tokens after the first `tokens_kept` of each in `changed`; last ones stay as well."""
+    new = perturbed(docs, changed, vocab_size, seed)
+    kept = [tokens_kept(len(doc), share) for doc in docs]
+    return [int_column(np.concatenate([a[:n], b[n:]])) for a, b, n in zip(docs, new, kept, strict=True)]

@@ -32,7 +32,7 @@ from steelyard.observe.meter import Meter
 from steelyard.observe.trace import Trace
 
 if TYPE_CHECKING:
-    from steelyard.integrations.transformers import Attachment
+    from steelyard.integrations.transformers import Attachment, PingPong
 
 Batch: TypeAlias = Mapping[str, Any]
 KEYS = ("model", "collate", "loss", "logits", "gradients", "vocab_size")
@@ -107,6 +107,7 @@ class Subject:
         parts: what the builder gave.
         who: names the builder in errors.
         attached: of a Transformers model whose attention is balanced.
+        ping_pong: the attached model, run as two halves in turn; what is called then.
         balancer: that the model was built with.
     """
 
@@ -117,6 +118,7 @@ class Subject:
         *,
         is_transformers: bool,
         attached: Attachment | None = None,
+        ping_pong: PingPong | None = None,
         balancer: ObservedBalancer | None = None,
         meter: Meter | None = None,
     ) -> None:
@@ -124,6 +126,7 @@ class Subject:
         self.gradients = parts.gradients
         self._parts, self._is_transformers = parts, is_transformers
         self._attached, self._balancer, self._meter = attached, balancer, meter
+        self._called = parts.model if ping_pong is None else ping_pong
         self.vocab_size = parts.vocab_size or _vocab_size(parts.model, who)
         self.context = _context(parts.model)
         self.shifts_labels = is_transformers  # the loss of a Transformers model shifts `labels` itself
@@ -149,9 +152,9 @@ class Subject:
         """Logits of every row of the batch, (rows, V), without gradients; padding left out."""
         with torch.no_grad(), _users(f"logits of {self.who}" if self._parts.logits else f"the model of {self.who}"):
             if self._parts.logits is not None:
-                found = self._parts.logits(self.model, batch)
+                found = self._parts.logits(self._called, batch)
             else:
-                found = self.model(**{name: value for name, value in batch.items() if name not in _LABEL_KEYS})
+                found = self._called(**{name: value for name, value in batch.items() if name not in _LABEL_KEYS})
         logits = getattr(found, "logits", found)
         if not isinstance(logits, Tensor) or logits.dim() < 2:
             raise UsageError(
@@ -172,12 +175,12 @@ class Subject:
     def _loss(self, batch: Batch, label_count: int, ranks: int) -> Any:
         if self._parts.loss is not None:
             known = {"label_count": label_count, "ranks": ranks}
-            return self._parts.loss(self.model, batch, **_accepted(self._parts.loss, known))
+            return self._parts.loss(self._called, batch, **_accepted(self._parts.loss, known))
         if self._is_transformers:
             scale = ranks if self.gradients == "mean" else 1
-            output = self.model(**{**batch, "num_items_in_batch": label_count})
+            output = self._called(**{**batch, "num_items_in_batch": label_count})
             return None if output.loss is None else output.loss * scale
-        found = self.model(**{name: value for name, value in batch.items() if name not in _LABEL_KEYS})
+        found = self._called(**{name: value for name, value in batch.items() if name not in _LABEL_KEYS})
         logits_TV, labels = getattr(found, "logits", found), batch.get("labels")
         if not isinstance(labels, Tensor):
             raise UsageError(f"the batches of {self.who} hold no 'labels'; give a function 'loss'")
@@ -194,7 +197,11 @@ class Subject:
     def work(self, rank: int, batch: Batch) -> int:
         """(query, key) pairs that `rank` computes for this batch, by the plan. Collective; after a forward pass."""
         if self._attached is not None:
-            return int(self._attached.plan(batch).nano_batch.work_by_server[rank])
+            from steelyard.integrations.transformers.ping_pong import split
+
+            in_halves = self._called is not self.model
+            step = self._attached.plan_together(split(batch)[0] if in_halves else [batch], reorder=in_halves)[0].step
+            return sum(int(nano_batch.work_by_server[rank]) for nano_batch in step.nano_batches)
         assert self._balancer is not None and self._balancer.plans, "attention passed through the balancer"
         return int(self._balancer.plans[-1].work_by_server[rank])
 
@@ -237,15 +244,32 @@ def open_subject(request: CheckRequest, group: dist.ProcessGroup, *, reference: 
     parts = Parts.of(built, builder.who)
     # Dropout would differ on every rank; everything else is as in training.
     parts.model.to(dtype).eval()
-    attached = None
     is_transformers = balancer is None and _is_transformers_model(parts.model)
+    if (request.checkpointing or request.ping_pong) and not is_transformers:
+        raise UsageError(
+            f"--checkpointing, --ping-pong: only for Transformers models, and {builder.who} builds another one: let it "
+            "build one that does so itself"
+        )
+    attached = ping_pong = None
     if is_transformers and not reference:
-        from steelyard.integrations.transformers import attach
+        from steelyard.integrations.transformers import PingPong, attach
 
         attached = attach(parts.model, group, planning_group=group, **options)
+        ping_pong = PingPong(parts.model) if request.ping_pong else None
+        if request.checkpointing:
+            _checkpoint_layers(parts.model)
     return Subject(
-        parts, builder.who, is_transformers=is_transformers, attached=attached, balancer=balancer, meter=meter
-    )
+        parts, builder.who, is_transformers=is_transformers, attached=attached, ping_pong=ping_pong, balancer=balancer,
+        meter=meter,
+    )  # fmt: skip
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Activation checkpointing as in training, of a model that is in `eval` mode otherwise."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    for part in model.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            part.training = True  # its own flag alone, by which Transformers decides; what drops values lies below
 
 
 def _is_transformers_model(model: nn.Module) -> bool:

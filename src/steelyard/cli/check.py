@@ -27,10 +27,10 @@ from steelyard.errors import UsageError
 
 DESCRIPTION = """\
 Check that a model trains on the same numbers whatever the number of processes: loss and every gradient on 1, 2, 3 and 4
-CPU processes against the documents one by one, no document seeing another, a loss that is the mean over all tokens,
-labels shifted inside each document, and even work. MODEL is the folder of a Transformers model, or one of decoder,
-llama, mistral, mixtral, qwen2, qwen3, gemma2 and gemma3 (small, random); without it our own small decoder is
-checked."""
+CPU processes against the documents one by one, no document seeing another and no token a later one, a loss that is the
+mean over all tokens, labels shifted inside each document, and even work. MODEL is the folder of a Transformers model,
+or one of decoder, llama, mistral, mixtral, qwen2, qwen3, gemma2 and gemma3 (small, random); without it our own small
+decoder is checked."""
 
 Names = Literal["float32", "float64"]
 
@@ -55,12 +55,16 @@ class CheckFlags:
     """How many documents of --data are used, in the order of training."""
     max_doc_tokens: int | None = None
     """Documents are cut to this many tokens; none: 128, or the model's context if that is shorter."""
-    ranks: tuple[int, ...] = (1, 2, 3, 4)
-    """Numbers of processes; 1 is always among them."""
+    ranks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="INT [INT ...]")] = ("1", "2", "3", "4")
+    """Numbers of processes, as `1 2 4` or `1,2,4`; 1 is always among them."""
     layers: int | None = None
     """Keep only this many layers of a Transformers model: a large one, checked in less time and memory."""
     dtype: Names = "float32"
     """`float64` tells rounding from a fault: rounding shrinks, a fault does not."""
+    checkpointing: Switch = False
+    """Run a Transformers model with activation checkpointing."""
+    ping_pong: Switch = False
+    """Run a Transformers model as two halves in turn (`PingPong`)."""
     tolerance: float = 0.05
     """No process's attention work above (1 + tolerance) × the mean."""
     seed: int = 0
@@ -103,12 +107,22 @@ def _request(flags: CheckFlags) -> CheckRequest:
     return CheckRequest(
         source=source,
         documents=documents,
-        ranks=flags.ranks,
+        ranks=_whole_numbers("--ranks", flags.ranks),
         tolerance=flags.tolerance,
         dtype=flags.dtype,
         seed=flags.seed,
+        checkpointing=flags.checkpointing,
+        ping_pong=flags.ping_pong,
         search_paths=(search_path,),
     )
+
+
+def _whole_numbers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
+    """Whole numbers, separated by commas, spaces or both."""
+    parts = [part for value in values for part in value.split(",") if part]
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"{flag} {' '.join(values)}: expected whole numbers, such as 1 2 4 or 1,2,4")
+    return tuple(int(part) for part in parts)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from steelyard.collectives.progress import Point, Progress
 from steelyard.errors import PeerError, first_line
 from steelyard.observe.meter import Meter
+
+_SLICE_S = 0.5
+"""A wait gives Python a turn this often: Ctrl-C ends it, and not only when the other ranks come or the time is over."""
 
 
 class Transfer:
@@ -39,7 +43,7 @@ class Transfer:
                     # are there, and with it all launches. Its own watchdog ends a job that hangs.
                     self._work.wait()
                 else:
-                    self._work.wait(timedelta(seconds=exchange.timeout_s))
+                    wait_in_slices(self._work, exchange.timeout_s)
             except RuntimeError as error:
                 raise exchange.failure(self._point, self._number, time.monotonic() - start_s, error) from error
         del self._send
@@ -59,6 +63,7 @@ class Exchange:
         self, group: dist.ProcessGroup | None, *, progress: Progress | None, timeout_s: float, meter: Meter
     ) -> None:
         self.group, self.progress, self.timeout_s, self.meter = group, progress, timeout_s, meter
+        self._first_failure: str | None = None
 
     def start(
         self,
@@ -75,8 +80,9 @@ class Exchange:
             receive: (sum of receive_counts, …), contiguous, filled by source.
 
         Raises:
-            PeerError: the group is broken.
+            PeerError: the group is broken, now or since an earlier failure.
         """
+        self.refuse_if_broken()
         assert send.is_contiguous() and receive.is_contiguous()
         number = self.progress.enter(point) if self.progress is not None else None
         start_s = self.meter.clock()
@@ -109,11 +115,58 @@ class Exchange:
 
     def failure(self, point: Point, number: int | None, waited_s: float, error: BaseException) -> PeerError:
         """The error that names who is missing at `point`, this rank's exchange `number`."""
-        who = self.progress.explain(number) if self.progress is not None else "no progress is published"
+        if self._first_failure is not None:
+            return self.broken(PeerError(first_line(error)))
+        who = self.who_is_missing(number)
         if waited_s >= 0.9 * self.timeout_s:
             what = f"did not complete within {self.timeout_s:g} s"
             advice = "Every rank must enter every exchange: look at the log of the rank named, or raise the time-out"
         else:
             what = f"failed after {waited_s:.1f} s"
             advice = "Look at the log of the rank named"
-        return PeerError(f"the exchange {what} ({point}): {who}. {advice}. [{first_line(error)}]")
+        return self.broken(PeerError(f"the exchange {what} ({point}): {who}. {advice}. [{first_line(error)}]"))
+
+    def who_is_missing(self, number: int | None = None, *, plans: int | None = None) -> str:
+        """In words, the ranks that have not come to exchange number `number` of this rank, or to its plan `plans`."""
+        if self.progress is None:
+            return (
+                "which rank is missing is not known, since the ranks share no store (give store=…, a torch store that "
+                "all of them reach, such as a TCPStore, to have it named)"
+            )
+        return self.progress.explain(number, plans=plans)
+
+    def broken(self, error: PeerError) -> PeerError:
+        """Note that a rank was missing: the ranks no longer agree on which message is whose, so nothing may follow.
+
+        Returns:
+            The error to raise: the one given, or one that repeats the first failure.
+        """
+        if self._first_failure is None:
+            self._first_failure = str(error)
+            return error
+        return PeerError(
+            "nothing can be exchanged or planned any more after an earlier failure, which is the one to look at; end "
+            f"all ranks and start them again. It was: {self._first_failure}"
+        )
+
+    def refuse_if_broken(self) -> None:
+        """Raise if there was a failure before.
+
+        Raises:
+            PeerError: repeats the first one.
+        """
+        if self._first_failure is not None:
+            raise self.broken(PeerError())
+
+
+def wait_in_slices(work: dist.Work, timeout_s: float) -> None:
+    """Wait for a transfer on CPUs, giving signals a turn.
+
+    Raises:
+        RuntimeError: it failed, or did not complete in time.
+    """
+    end_s = time.monotonic() + timeout_s
+    while (left_s := end_s - time.monotonic()) > _SLICE_S and not work.is_completed():
+        with suppress(RuntimeError):  # the end of the slice; a failure completes it, and is raised below
+            work.wait(timedelta(seconds=_SLICE_S))
+    work.wait(timedelta(seconds=max(left_s, 0.001)))

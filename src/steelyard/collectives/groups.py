@@ -1,4 +1,5 @@
-"""Process groups with the same ranks as another one, for traffic that must not get between that one's collectives."""
+"""Process groups with the same ranks as another one, for traffic that must not get between that one's collectives; and
+the store that all ranks share."""
 
 from __future__ import annotations
 
@@ -29,13 +30,39 @@ def twin_group(group: dist.ProcessGroup | None, backend: str, timeout_s: float) 
     return twin
 
 
+def shared_store(group: dist.ProcessGroup | None) -> dist.Store | None:
+    """A part of the default group's store for the ranks of `group`, by which they can say who is missing; None for a
+    single rank, and where this torch keeps its store elsewhere.
+
+    Every rank of the group calls it as often as the others: each call gets a part of its own. It may be used by another
+    thread while the default group's store blocks this one.
+    """
+    store = _default_store()
+    if group is None or store is None:
+        return None
+    name = f"steelyard-progress/{group.group_name}/{_name_of(dist.get_process_group_ranks(group))}"
+    turn = store.add(f"{name}/turns of {dist.get_rank()}", 1)
+    clone = getattr(store, "clone", lambda: store)
+    return dist.PrefixStore(f"{name}/{turn}", clone())
+
+
+def _default_store() -> dist.Store | None:
+    read = getattr(dist.distributed_c10d, "_get_default_store", None)
+    store: dist.Store | None = read() if read is not None and dist.is_initialized() else None
+    return store
+
+
+def _name_of(ranks: Sequence[int]) -> str:
+    """Short, and the same on all ranks."""
+    return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+
+
 def _roll_call(ranks: Sequence[int], timeout_s: float) -> None:
     """Wait until all ranks are here. torch would wait as well, but does not say for whom."""
-    read = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if read is None or len(ranks) == 1:
+    store = _default_store()
+    if store is None or len(ranks) == 1:
         return
-    store, own = read(), dist.get_rank()
-    name = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    own, name = dist.get_rank(), _name_of(ranks)
     turns = f"steelyard-groups/{name}/turns of {own}"
     turn = store.add(turns, 1)
     keys = {rank: f"steelyard-groups/{name}/{turn}/{rank}" for rank in ranks}

@@ -34,10 +34,11 @@ class Point:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank last published."""
+    """What a rank last published: how many exchanges and plans it has begun, where it was, whether it still writes."""
 
     rank: int
     exchanges: int
+    plans: int
     point: str
     alive: bool
 
@@ -64,6 +65,7 @@ class Progress:
         self._store = store
         self._sleep = sleep
         self._position: tuple[int, Point | None] = (0, None)
+        self._plans = 0
         self._beats = 0
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,7 +81,13 @@ class Progress:
         self._position = (self._position[0] + 1, point)
         return self._position[0]
 
+    def enter_planning(self) -> int:
+        """Note that this rank comes to plan, perhaps a step ahead; how often it has."""
+        self._plans += 1
+        return self._plans
+
     def close(self) -> None:
+        """Stop publishing."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * self.period_s)
@@ -92,23 +100,23 @@ class Progress:
         statuses = []
         for rank, (old, new) in enumerate(zip(before, after, strict=True)):
             if new is None:
-                statuses.append(RankStatus(rank, 0, "never reached its first exchange", alive=False))
+                statuses.append(RankStatus(rank, 0, 0, "never reached its first exchange", alive=False))
                 continue
             alive = rank == self.rank or old is None or new["beats"] != old["beats"]
-            statuses.append(RankStatus(rank, new["exchanges"], new["point"], alive))
+            statuses.append(RankStatus(rank, new["exchanges"], new["plans"], new["point"], alive))
         return statuses
 
-    def explain(self, exchanges: int | None) -> str:
-        """Say which ranks are missing, and where they were last: those that do not respond, and those that have started
-        fewer than `exchanges`. With None (the failure is not in an exchange) where all are, if all respond."""
+    def explain(self, exchanges: int | None = None, *, plans: int | None = None) -> str:
+        """Say which ranks are missing, and where they were last: those that do not respond, and those that have begun
+        fewer than `exchanges`, or `plans`. Without both (the failure is in neither) where all are, if all respond."""
         try:
             statuses = [s for s in self.read() if s.rank != self.rank]
         except (RuntimeError, OSError) as error:
             return f"the store that would name the missing rank does not answer either ({first_line(error)})"
         gone = [s for s in statuses if not s.alive]
-        late = [s for s in statuses if s.alive and exchanges is not None and s.exchanges < exchanges]
+        late = [s for s in statuses if s.alive and (s.exchanges < (exchanges or 0) or s.plans < (plans or 0))]
         parts = [f"rank {s.rank} does not respond (killed or unreachable), last seen: {s.point}" for s in gone]
-        late = statuses if exchanges is None and not gone else late
+        late = statuses if exchanges is None and plans is None and not gone else late
         parts += [f"rank {s.rank} is alive elsewhere, last seen: {s.point}" for s in late]
         if not parts:
             return "every other rank is alive and none is behind: the link is stuck or slower than the time-out"
@@ -119,7 +127,7 @@ class Progress:
         exchanges, point = self._position
         self._beats += 1
         where = "before its first exchange" if point is None else str(point)
-        record = {"beats": self._beats, "exchanges": exchanges, "point": where}
+        record = {"beats": self._beats, "exchanges": exchanges, "plans": self._plans, "point": where}
         self._store.set(f"rank{self.rank}", json.dumps(record))
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of an adapter are joined: their groups, the store that names who is missing, and news of failures."""
+"""How the ranks of an adapter are joined: their groups, and news of failures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import torch
 import torch.distributed as dist
 
 from steelyard.collectives import twin_group
-from steelyard.errors import PeerError, SteelyardError, UsageError
-from steelyard.planner import POLICIES
-
-_IN_PLACE = ("balanced", "packed", "reference")
-"""Policies that leave tokens where the data loader put them; the others are planned and compared, not carried out."""
+from steelyard.errors import PeerError, SteelyardError
 
 
 @dataclass(frozen=True)
@@ -30,16 +26,6 @@ class Joined:
     transfers: dist.ProcessGroup | None
     planning: dist.ProcessGroup | None
     made: tuple[dist.ProcessGroup, ...] = ()
-
-    def store(self) -> dist.Store | None:
-        """The store of the default group, to name who is missing; None where this torch keeps it elsewhere. Keys of
-        different groups, and of balancers that follow each other on one group, are kept apart."""
-        read = getattr(dist.distributed_c10d, "_get_default_store", None)
-        if self.transfers is None or read is None:
-            return None
-        store, name = read(), f"steelyard-progress/{self.transfers.group_name}"
-        turn = store.add(f"{name}/turns of {dist.get_rank()}", 1)
-        return dist.PrefixStore(f"{name}/{turn}", store)
 
     def release(self) -> None:
         """End the threads and sockets of the groups that were made here, once no transfer is left.
@@ -71,19 +57,6 @@ def join(
     backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
     made = (twin_group(group, backend, timeout_s), twin_group(group, "gloo", timeout_s))
     return Joined(*made, made)
-
-
-def check_policy(where: str, policy: str) -> None:
-    """Refuse a policy that cannot be carried out, before any rank waits for a plan.
-
-    Raises:
-        UsageError: names it.
-    """
-    if policy in POLICIES and policy not in _IN_PLACE:
-        raise UsageError(
-            f"{where}: policy={policy!r} places the tokens of documents elsewhere than they are, so it can be planned "
-            f"and compared (`steelyard plan`) but not carried out here; use one of {', '.join(_IN_PLACE)}"
-        )
 
 
 def told(error: Exception) -> str:

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from steelyard.balance import Balancer, Kernel, NanoBatchAttention
+from steelyard.balance.given import check_options
 from steelyard.balance.in_flight import in_backward
 from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import SteelyardError, UsageError
-from steelyard.integrations.joining import Joined, check_policy, join, raise_if_told, told
+from steelyard.integrations.joining import Joined, join, raise_if_told, told
 from steelyard.observe.meter import Meter
 from steelyard.runtime.dispatch import Memory
 
@@ -48,7 +49,10 @@ class BalancerOptions:
     planning_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        check_policy("balance", self.policy)
+        check_options(
+            "balance", tolerance=self.tolerance, timeout_s=self.timeout_s, policy=self.policy, backend=self.backend,
+            memory=self.memory, speeds=self.speeds,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,7 @@ class OffsetPasses:
         options, device = self._options, q_TNH.device
         if self._joined is None:
             self._joined = join(self._group, options.planning_group, device, options.timeout_s)
-        return Balancer(
+        balancer = Balancer(
             self._joined.transfers,
             shape=AttentionShape(q_TNH.shape[1], k_TKH.shape[1], q_TNH.shape[2], element_bytes=q_TNH.element_size()),
             tolerance=options.tolerance,
@@ -197,11 +201,12 @@ class OffsetPasses:
             device=device,
             timeout_s=options.timeout_s,
             planning_group=self._joined.planning,
-            store=self._joined.store(),
             speeds=options.speeds,
             memory=options.memory,
             meter=options.meter,
         )
+        balancer.agreed["attention layers"] = len(self._layers)
+        return balancer
 
 
 def _lengths(offsets: Tensor, tokens: int) -> list[int]:

@@ -6,7 +6,7 @@ The attention inside each block (`inner_attention`) is replaced in the model's c
 are those that torchtitan's data loaders mark by positions that restart, which it hands to every layer as
 `VarlenMetadata`. The ranks of the "batch" mesh share the work: all data-parallel ones, replicated or sharded.
 
-B: rows of a batch, L: their length, T = B · L, N: heads, H: head size.
+B: rows of a batch, L: their length, T = B · L, N: query heads, K: key/value heads, H: head size.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class BalancedAttention(VarlenAttention):  # type: ignore[misc]
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
-        """(B, L, N, H). Grouped heads are seen from the shapes, so `enable_gqa` says nothing new.
+        """(B, L, N, H); k and v have K heads. Grouped heads are seen from the shapes, so `enable_gqa` says
+        nothing new. The arguments have torchtitan's names, by which its tensor parallelism shards them.
 
         Raises:
             UsageError: what would change the result and is not honoured; names the argument.
@@ -84,14 +85,14 @@ class BalancedAttention(VarlenAttention):  # type: ignore[misc]
                 f"attention of layer {self.layer} does not know its ranks: use balance(model_spec) in the "
                 "configuration, or bind(model, group) after the model is built"
             )
-        q_TNH, k_TNH, v_TNH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+        q_TNH, k_TKH, v_TKH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         options["out_transform"] = out_transform
-        with self._passes.telling_others(q_TNH, k_TNH, layer=self.layer):
+        with self._passes.telling_others(q_TNH, k_TKH, layer=self.layer):
             _check_call(self.layer, attention_masks, options)
         out_TNH = self._passes.attention(
             q_TNH,
-            k_TNH,
-            v_TNH,
+            k_TKH,
+            v_TKH,
             attention_masks.cu_seq_q,
             layer=self.layer,
             kernel=Kernel(scale, self._window),

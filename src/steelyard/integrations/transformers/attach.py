@@ -7,20 +7,24 @@ however many are in flight.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from steelyard.balance import Balancer
+from steelyard.balance.given import check_groups, check_options
 from steelyard.errors import SteelyardError, UsageError
-from steelyard.integrations.joining import Joined, check_policy, join, told
+from steelyard.integrations.joining import Joined, join, told
 from steelyard.integrations.transformers.batch_plan import BatchPlan, ForwardPass, Note
 from steelyard.integrations.transformers.collate import collate, count_labels
 from steelyard.integrations.transformers.documents import Documents, read_documents
@@ -29,7 +33,6 @@ from steelyard.integrations.transformers.registered import NAME, attention_forwa
 from steelyard.integrations.transformers.report import BalanceReport
 from steelyard.observe.meter import Meter
 from steelyard.runtime.dispatch import Memory
-from steelyard.settings import ProcessSettings
 
 _ATTRIBUTE = "steelyard_attachment"
 _CACHES = ("cache", "past_key_values")
@@ -63,22 +66,14 @@ def attach(
     """
     inner = _language_model(model)
     check_features(inner)
-    check_policy("attach", policy)
-    for name, given in (("group", group), ("planning_group", planning_group)):
-        if given is not None and not isinstance(given, dist.ProcessGroup):
-            raise UsageError(
-                f"attach: {name} is of type {type(given).__name__}, expected a process group such as "
-                "torch.distributed.group.WORLD, or None"
-            )
+    check_options(
+        "attach", tolerance=tolerance, timeout_s=timeout_s, policy=policy, backend=backend, memory=memory, speeds=speeds
+    )
+    check_groups("attach", group=group, planning_group=planning_group)
     if isinstance(getattr(inner, _ATTRIBUTE, None), Attachment):
         raise UsageError(f"attach: this {type(inner).__name__} is attached already; call its `detach` first")
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    if group is None and ProcessSettings.from_environment().world_size > 1:
-        raise UsageError(
-            "attach: this process is one of several, but torch.distributed is not initialised: attach after "
-            "torch.distributed.init_process_group(…), or after TrainingArguments(…), or pass group=…"
-        )
     parameter = next(inner.parameters())
     shape = attention_shape(inner.config, parameter.element_size())
     joined = join(group, planning_group, parameter.device, timeout_s)
@@ -93,7 +88,6 @@ def attach(
             device=parameter.device,
             timeout_s=timeout_s,
             planning_group=joined.planning,
-            store=joined.store(),
             speeds=speeds,
             memory=memory,
             meter=meter,
@@ -104,7 +98,6 @@ def attach(
     try:
         check_kernels(inner.config, balancer, shape)
         balancer.agreed = {
-            "dtype of the parameters": parameter.dtype,
             "attention layers": getattr(inner.config.get_text_config(), "num_hidden_layers", None),
             "model": type(inner).__name__,
         }
@@ -139,11 +132,14 @@ class Attachment:
                 f"attach: {type(model).__name__} does not take its attention from Transformers' AttentionInterface, so "
                 "it cannot be replaced without changing its code"
             )
-        self._hooks = [
-            part.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            for part in model.modules()
-            if isinstance(part, PreTrainedModel)
-        ]
+        self._sharing: WeakSet[Attachment] = WeakSet([self])  # with copies of the model: the last one closes
+        self._hooks: list[RemovableHandle] = []
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                self._hooks += [
+                    part.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                    part.register_forward_hook(self._after_forward),
+                ]
         setattr(model, _ATTRIBUTE, self)
         self._parameters = {type(part): _parameter_names(part) for part in model.modules() if _is_model(part)}
 
@@ -285,8 +281,8 @@ class Attachment:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Inside, the model has the attention it had before: for generation. Not between a forward pass with reentrant
-        checkpointing and its backward pass, which would compute the layers again with the wrong attention."""
+        """Inside, the model has the attention it had before: for generation. A backward pass of before is refused
+        there: it might run layers again (checkpointing), with the wrong attention."""
         self.model.set_attn_implementation(self._before)
         try:
             yield
@@ -294,19 +290,40 @@ class Attachment:
             self.model.set_attn_implementation(NAME)
 
     def detach(self) -> None:
-        """Give the model its own attention back for good, on every rank and after the last backward pass: the groups
-        that `attach` made are destroyed, if they are gloo groups of all ranks. A second call does nothing."""
+        """Give the model its own attention back for good, on every rank and after the last backward pass (a later one
+        is refused). Once no copy of it is attached any more either, the groups that `attach` made are destroyed, if
+        they are gloo groups of all ranks. A second call does nothing."""
         if getattr(self.model, _ATTRIBUTE, None) is not self:
             return
         self.model.set_attn_implementation(self._before)
         for hook in self._hooks:
             hook.remove()
         delattr(self.model, _ATTRIBUTE)
-        self.balancer.close()
-        self._joined_groups.release()
+        self._sharing.discard(self)
+        if not self._sharing:
+            self.balancer.close()
+            self._joined_groups.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        return self  # a copy of the model takes part in the same balancing; process groups cannot be copied
+        """A copy of the model takes part in the same balancing, and is detached by itself."""
+        for shared in (self.balancer, self.report, self._joined_groups, self._sharing):
+            memo[id(shared)] = shared
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        self._sharing.add(twin)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "an attached model cannot be pickled: save its weights (`model.save_pretrained(…)`, `model.state_dict()`), "
+            "or call `detach` first"
+        )
+
+    @property
+    def _on(self) -> bool:
+        """Whether the model's attention is balanced now: not when detached, for a while or for good."""
+        return bool(self.model.config._attn_implementation == NAME)
 
     def _balancer(self) -> Balancer:
         if not self._local:
@@ -332,7 +349,7 @@ class Attachment:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Add the pass to the keywords of a model that is called."""
         given = kwargs.get("steelyard_plan")
-        if self.model.config._attn_implementation != NAME or isinstance(given, ForwardPass):
+        if not self._on or isinstance(given, ForwardPass):
             return None
         batch = {**dict(zip(self._parameters[_model_type(part, self._parameters)], args, strict=False)), **kwargs}
         if any(batch.get(name) is not None for name in _CACHES):
@@ -350,6 +367,22 @@ class Attachment:
         if plan.documents.batch_shape != documents.batch_shape or plan.documents.lengths != documents.lengths:
             raise UsageError("steelyard_plan was made for other documents than the model is called with")
         return args, {**kwargs, "steelyard_plan": plan.begin(_device_of(batch))}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Have the backward pass of what a model returned look whether the model is still attached."""
+        returned = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
+        if self._on:
+            for tensor in returned:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        if not self._on:
+            raise UsageError(
+                "backward after the model was detached: layers under activation checkpointing would be run again with "
+                "the model's own attention; leave `detached()`, or call `detach`, after the last backward pass"
+            )
 
 
 def attachment_of(model: nn.Module) -> Attachment:

@@ -30,7 +30,7 @@ def collate(docs: Sequence[Any]) -> dict[str, Any]:
         the same. Without any token: one token of id 0 that is not learned, so that a rank without data can take part.
 
     Raises:
-        UsageError: what is no document, or labels that do not fit their tokens.
+        UsageError: what is no document, a token id below 0, or labels that do not fit their tokens.
     """
     if isinstance(docs, (str, bytes, Mapping)) or not isinstance(docs, Iterable):
         raise UsageError(
@@ -93,19 +93,19 @@ def count_labels(batch: Mapping[str, Any]) -> int:
 def _document(doc: Any, number: int) -> tuple[IntArray, IntArray]:
     """Tokens and labels (not shifted) of one document, int64 of one length."""
     if not isinstance(doc, Mapping):
-        tokens = _column(doc, number, "token ids")
+        tokens = _token_ids(doc, number, "token ids")
         return tokens, tokens.copy()
     if doc.get("input_ids") is None:
         raise UsageError(
             f"collate: document {number} has {', '.join(map(str, doc)) or 'nothing'} and no input_ids; tokenise it "
             "first (with a Trainer: remove_unused_columns=False)"
         )
-    tokens = _column(doc["input_ids"], number, "input_ids")
+    tokens = _token_ids(doc["input_ids"], number, "input_ids")
     labels = _column(doc["labels"], number, "labels") if doc.get("labels") is not None else tokens.copy()
     if len(labels) != len(tokens):
         raise UsageError(f"collate: document {number} has {len(tokens)} tokens and {len(labels)} labels")
     if doc.get("attention_mask") is not None:
-        real = _column(doc["attention_mask"], number, "attention_mask") != 0
+        real = _column(doc["attention_mask"], number, "attention_mask", kinds="iub") != 0
         if len(real) != len(tokens):
             raise UsageError(
                 f"collate: document {number} has {len(tokens)} tokens and an attention_mask of {len(real)}"
@@ -114,8 +114,24 @@ def _document(doc: Any, number: int) -> tuple[IntArray, IntArray]:
     return tokens, labels
 
 
-def _column(values: Any, number: int, name: str) -> IntArray:
-    """Whole numbers of one document, int64.
+def _token_ids(values: Any, number: int, name: str) -> IntArray:
+    """Token ids of one document, int64.
+
+    Raises:
+        UsageError: as `_column`; or one of them is negative.
+    """
+    column = _column(values, number, name)
+    if (column < 0).any():
+        at = int((column < 0).argmax())
+        raise UsageError(
+            f"collate: {name} of document {number}: {column[at]} at place {at}; expected token ids from 0 (what is not "
+            "learned is marked by -100 in `labels`, padding by 0 in `attention_mask`)"
+        )
+    return column
+
+
+def _column(values: Any, number: int, name: str, *, kinds: str = "iu") -> IntArray:
+    """Whole numbers of one document, int64. `kinds`: numpy's letters for what is taken.
 
     Raises:
         UsageError: anything else, also several rows of them: those are several documents.
@@ -126,7 +142,7 @@ def _column(values: Any, number: int, name: str) -> IntArray:
     except (TypeError, ValueError):
         column = np.array("")
     one = column.ndim == 1 or (column.ndim == 2 and len(column) == 1)
-    if isinstance(values, (str, bytes)) or not one or (column.size and column.dtype.kind not in "iub"):
+    if isinstance(values, (str, bytes)) or not one or (column.size and column.dtype.kind not in kinds):
         shown = f"shape {column.shape}" if column.ndim > 1 else " ".join(repr(values).split())[:40]
         raise UsageError(
             f"collate: {name} of document {number}: {shown}; expected whole numbers in a row, such as [5, 3, 8]"

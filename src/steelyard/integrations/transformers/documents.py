@@ -64,11 +64,17 @@ def read_documents(batch: Mapping[str, Any]) -> Documents:
 
 
 def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    tokens = batch.get("input_ids")
-    if tokens is None:
-        tokens = batch.get("inputs_embeds")
+    named = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
+    tokens = batch.get(named)
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise UsageError("no documents: the model is called without input_ids or inputs_embeds of (rows, tokens)")
+    if not tokens.shape[0] * tokens.shape[1]:
+        raise UsageError(
+            f"a batch of shape {tuple(tokens.shape)} holds no token; a rank without documents joins with a token that "
+            "does not count, as collate([]) makes"
+        )
+    if named == "input_ids" and (tokens.is_floating_point() or tokens.dtype == torch.bool):
+        raise UsageError(f"input_ids of dtype {tokens.dtype}, expected token ids, torch.int64")
     return int(tokens.shape[0]), int(tokens.shape[1])
 
 
