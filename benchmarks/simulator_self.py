@@ -1,6 +1,6 @@
 """The simulator against ourselves: what it says of `steelyard train`, and what that takes, for ten document mixes.
 
-    python benchmarks/simulator_self.py [--nproc 2] [--steps 5] [--rounds 2] [--profile FILE.toml] [--json]
+    python benchmarks/simulator_self.py [--nproc 2] [--steps 3] [--rounds 5] [--profile FILE.toml] [--json]
     python benchmarks/simulator_self.py --memory [--nproc 2] [--json]
 
 *Time.* Calibrates this machine first (or takes a profile), then trains a small model on each mix on CPU processes, with
@@ -251,8 +251,8 @@ def report(outcomes: Sequence[Outcome], what: str, nproc: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--command", action="store_true", help="start `steelyard train` for each run")
     parser.add_argument("--policy", choices=("packed", "balanced"), default="balanced")
     parser.add_argument("--profile", type=Path)

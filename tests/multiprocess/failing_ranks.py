@@ -67,6 +67,17 @@ def rank_1_has_one_layer_less(rank: int, ranks: int, group: dist.ProcessGroup) -
     return error
 
 
+def rank_0_alone_says_more(rank: int, ranks: int, group: dist.ProcessGroup) -> str:
+    """A name that the other ranks do not know."""
+    balancer = balancer_of(group)
+    if rank == 0:
+        balancer.agreed["layers"] = 2
+    x, lengths = documents(rank)
+    error = error_of(lambda: balancer.attention(x, x, x, doc_lens=lengths))
+    balancer.close()
+    return error
+
+
 def rank_1_has_another_dtype(rank: int, ranks: int, group: dist.ProcessGroup) -> str:
     """Of the same size: the rows that are exchanged have as many bytes."""
     balancer = balancer_of(group)
@@ -76,24 +87,25 @@ def rank_1_has_another_dtype(rank: int, ranks: int, group: dist.ProcessGroup) ->
     return error
 
 
-def ctrl_c_while_waiting(rank: int, ranks: int, group: dist.ProcessGroup, what: str) -> float:
-    """Seconds until Ctrl-C ends the wait for rank 1, which is elsewhere; the time-out is longer."""
+def ctrl_c_while_waiting(rank: int, ranks: int, group: dist.ProcessGroup, what: str) -> tuple[float, str]:
+    """Seconds until Ctrl-C ends the wait for rank 1, which is elsewhere (the time-out is longer), and what the next call
+    raises: what was waited for is still under way."""
     balancer = balancer_of(group, timeout_s=30.0, shape=AttentionShape(2, 2, 8))
     x, lengths = documents(rank)
     if what == "transfer":
         balancer.begin(doc_lens=lengths)
     if rank == 1:
         time.sleep(ELSEWHERE_S / 2)
-        return 0.0
+        return 0.0, ""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     pressed_s = time.monotonic() + 0.7
     threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         balancer.plan([lengths]) if what == "plan" else balancer.attention(x, x, x)
     except KeyboardInterrupt:
-        return time.monotonic() - pressed_s
+        return time.monotonic() - pressed_s, error_of(lambda: balancer.plan([lengths]))
     finally:
         signal.signal(signal.SIGINT, before)
         time.sleep(max(0.0, ELSEWHERE_S / 2 + 0.5 - (time.monotonic() - pressed_s)))  # rank 1 leaves before
         balancer.close()
-    return float("inf")
+    return float("inf"), "no Ctrl-C"

@@ -32,6 +32,11 @@ def test_what_the_ranks_have_agreed_on_is_compared(pool: WorkerPool) -> None:
         assert error.endswith("layers is 2 on rank 0 and 1 on rank 1; give every rank the same")
 
 
+def test_a_name_that_one_rank_alone_knows_is_not_agreed_on(pool: WorkerPool) -> None:
+    for error in pool.run(on_rank.rank_0_alone_says_more, 4):
+        assert error.endswith("layers is 2 on rank 0 and None on rank 1; give every rank the same")
+
+
 def test_ranks_with_types_of_one_size_all_say_so(pool: WorkerPool) -> None:
     for error in pool.run(on_rank.rank_1_has_another_dtype, 4):
         assert error.endswith("dtype is torch.float16 on rank 0 and torch.bfloat16 on rank 1; give every rank the same")
@@ -39,8 +44,11 @@ def test_ranks_with_types_of_one_size_all_say_so(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("what", ["plan", "transfer"])
 def test_ctrl_c_ends_a_wait(pool: WorkerPool, what: str) -> None:
-    for rank, waited_s in enumerate(pool.run(on_rank.ctrl_c_while_waiting, 4, what)):
-        assert rank == 1 or waited_s < 10.0
+    for rank, (waited_s, later) in enumerate(pool.run(on_rank.ctrl_c_while_waiting, 4, what)):
+        if rank != 1:
+            assert waited_s < 10.0
+            assert "nothing can be exchanged" in later
+            assert "It was: KeyboardInterrupt on this rank" in later
 
 
 class Work:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from steelyard.simulate.calibrate import AttentionSample
-from steelyard.train.measure_device import Clock, _mean_over_ranks, _scaled
+from steelyard.train.measure_device import Clock, _scaled, _slowest_rank
 
 
 class Hands:
@@ -51,8 +51,8 @@ def test_parts_of_a_call_are_timed_apart() -> None:
     assert Clock(None, rounds=1, window_s=10.0, now=hands).parts(work) == {"forward": 1.0, "backward": 3.0}
 
 
-def test_samples_are_averaged_over_ranks_and_put_to_one_speed() -> None:
-    one, two = AttentionSample(64, 2, 8, 32, 1.0, 2.0), AttentionSample(64, 2, 8, 32, 3.0, 6.0)
-    [mean] = _mean_over_ranks([(one,), (two,)])
-    assert mean == AttentionSample(64, 2, 8, 32, 2.0, 4.0)
-    assert _scaled(mean, 0.5) == AttentionSample(64, 2, 8, 32, 1.0, 2.0)
+def test_the_slowest_rank_counts_and_samples_are_put_to_one_speed() -> None:
+    one, two = AttentionSample(64, 2, 8, 32, 2.0, 2.0), AttentionSample(64, 2, 8, 32, 1.0, 4.0)
+    [slowest] = _slowest_rank([(one,), (two,)])
+    assert slowest == AttentionSample(64, 2, 8, 32, 2.0, 4.0)
+    assert _scaled(slowest, 0.5) == AttentionSample(64, 2, 8, 32, 1.0, 2.0)

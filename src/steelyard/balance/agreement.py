@@ -52,9 +52,10 @@ def gather(
     if ranks == 1:
         return [message]
     exchange.refuse_if_broken()
+    own = bytearray(pickle.dumps(message))  # a note may be what cannot be: before anybody waits for it
     plans = exchange.progress.enter_planning() if exchange.progress is not None else None
     try:
-        messages: list[Message] = _all_gather(message, group, ranks, exchange.timeout_s)
+        gathered = _all_gather(own, group, ranks, exchange.timeout_s)
     except RuntimeError as error:
         who = exchange.who_is_missing(plans=plans)
         failure = PeerError(
@@ -62,6 +63,10 @@ def gather(
             f"that is missing. [{first_line(error)}]"
         )
         raise exchange.broken(failure) from error
+    except BaseException as end:
+        exchange.interrupted(f"planning of step {step}", end)
+        raise
+    messages: list[Message] = [pickle.loads(each) for each in gathered]  # reads no further than what was written
     kinds = [said.kind for said in messages]
     if len(set(kinds)) > 1:
         raise UsageError(
@@ -70,17 +75,18 @@ def gather(
         )
     first = messages[0].settings
     for rank, said in enumerate(messages):
-        for name, value in said.settings.items():
-            if value != first.get(name):
+        for name in {**first, **said.settings}:
+            if said.settings.get(name) != first.get(name):
                 raise UsageError(
-                    f"planning of step {step}: {name} is {first.get(name)} on rank 0 and {value} on rank {rank}; give "
-                    "every rank the same"
+                    f"planning of step {step}: {name} is {first.get(name)} on rank 0 and {said.settings.get(name)} on "
+                    f"rank {rank}; give every rank the same"
                 )
     return messages
 
 
-def _all_gather(own: object, group: dist.ProcessGroup | None, ranks: int, timeout_s: float) -> list[Any]:
-    """What each rank gives. (`all_gather_object` waits where Ctrl-C does not reach, and as long as the group says.)
+def _all_gather(own: bytearray, group: dist.ProcessGroup | None, ranks: int, timeout_s: float) -> list[bytes]:
+    """The bytes that each rank gives, and perhaps zeros after them. (`all_gather_object` waits where Ctrl-C does not
+    reach, and as long as the group says.)
 
     Raises:
         RuntimeError: it failed, or did not complete in time.
@@ -91,8 +97,6 @@ def _all_gather(own: object, group: dist.ProcessGroup | None, ranks: int, timeou
         wait_in_slices(dist.all_gather(all_rows, rows, group=group, async_op=True), timeout_s)
         return all_rows
 
-    data = bytearray(pickle.dumps(own))
-    sizes = [int(size) for size in gathered(torch.tensor([len(data)]))]
-    padded = data.ljust(max(sizes), b"\0")
-    rows = gathered(torch.frombuffer(padded, dtype=torch.uint8))
-    return [pickle.loads(row.numpy().tobytes()) for row in rows]  # pickle reads no further than what was written
+    sizes = [int(size) for size in gathered(torch.tensor([len(own)]))]
+    padded = own.ljust(max(sizes), b"\0")
+    return [row.numpy().tobytes() for row in gathered(torch.frombuffer(padded, dtype=torch.uint8))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import tempfile
 import typing
@@ -126,9 +127,9 @@ def check_folder(path: Path | None, flag: str = "--plot") -> None:
     if path is None:
         return
     existing = path
-    while not existing.exists() and existing != existing.parent:
+    while not os.path.exists(existing) and existing != existing.parent:  # noqa: PTH110 - Path.exists may raise
         existing = existing.parent
-    if not existing.is_dir():
+    if not os.path.isdir(existing):  # noqa: PTH112
         what = "it is a file" if existing == path else f"{existing} is a file"
         raise UsageError(f"{flag} {path}: {what}; expected a folder for pictures and report")
     check_writable(existing / "report.html", flag)
@@ -146,7 +147,7 @@ def check_writable(path: Path, flag: str) -> None:
         elif not path.exists():
             tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        what = f"{path} cannot be written" if path.exists() else f"no file can be made in {path.parent}"
+        what = f"{path} cannot be written" if os.path.exists(path) else f"no file can be made in {path.parent}"  # noqa: PTH110
         raise UsageError(f"{flag}: {what} ({error.strerror}); expected a place that can be written") from error
 
 

@@ -46,6 +46,9 @@ class Transfer:
                     wait_in_slices(self._work, exchange.timeout_s)
             except RuntimeError as error:
                 raise exchange.failure(self._point, self._number, time.monotonic() - start_s, error) from error
+            except BaseException as end:
+                exchange.interrupted(str(self._point), end)
+                raise
         del self._send
 
 
@@ -148,6 +151,10 @@ class Exchange:
             "nothing can be exchanged or planned any more after an earlier failure, which is the one to look at; end "
             f"all ranks and start them again. It was: {self._first_failure}"
         )
+
+    def interrupted(self, where: str, end: BaseException) -> None:
+        """Note that this rank left a wait, by Ctrl-C say: what it waited for is still under way, between all ranks."""
+        self.broken(PeerError(f"{type(end).__name__} on this rank, while it waited for the others ({where})"))
 
     def refuse_if_broken(self) -> None:
         """Raise if there was a failure before.

@@ -89,7 +89,7 @@ class Progress:
     def close(self) -> None:
         """Stop publishing."""
         self._closed.set()
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):  # garbage may be collected on the thread itself
             self._thread.join(timeout=2 * self.period_s)
 
     def read(self) -> list[RankStatus]:

@@ -60,8 +60,8 @@ def choose_layout(
     Up to 16 ranks, wherever a document is longer than 16 ranks, and wherever links or memory make ranks differ, every
     candidate is planned and the cheapest taken. Otherwise it is the woven one, unplanned: it was the cheapest in every
     batch measured at 64 and 512 ranks (`docs/results/planner.md`), and planning all would take longer than the step's
-    other decisions together. Of documents over more ranks than that, woven parts are many and short: contiguous ranges
-    or head-tail were up to a tenth cheaper, woven ones up to a tenth in other batches.
+    other decisions together. Of documents over more ranks than that, woven parts are many and short, and each of the
+    candidates is the cheapest in some batches.
 
     Documents keep their numbers (their place in `doc_lengths` without zeros). No rank holds more than
     `tokens_per_rank` tokens. Ties go to the first of `layout_candidates`.

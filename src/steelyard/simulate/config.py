@@ -412,9 +412,9 @@ class SimulateConfig:
         if device or not groups:
             return profile
         others = [load_profile(group.device) for group in groups]
-        names = dict.fromkeys(other.name for other in others)
+        names = [name for name in dict.fromkeys(other.name for other in others) if name != profile.name]
         return profile.replace(
-            name=f"({' and '.join(names)})" if len(names) > 1 else next(iter(names)),
+            name=f"{profile.name} (for {' and '.join(names)} too)" if names else profile.name,
             memory_bytes=min(other.memory_bytes for other in others),
         )
 

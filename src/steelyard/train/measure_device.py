@@ -3,7 +3,8 @@
 All ranks measure at once, as they will compute at once: on a shared machine the second process is not free, and four
 processes on two cores each get half of one. So everything is repeated for a while (a *window*) and the time of one
 call is the window's length over its calls; a single short call would fit between two turns of the scheduler and look
-twice as fast as it is. Of several windows the median counts.
+twice as fast as it is. Of several windows the median counts, and of the ranks the slowest: a step waits for it, at each
+of its exchanges.
 
 Layers are measured in their place in a model, so that their memory is as cold as it is in training: the difference
 between a deep and a shallow one, over the layers between them.
@@ -103,7 +104,7 @@ def measure(
         for name, part, size in _parts(ranks):
             progress(f"{name} {size}" if size else name)
             by_rank = pool.run(_measure_part, ranks, part, size, rounds, window_s, timeout_s=timeout_s)
-            found.setdefault(name, []).append(_mean_over_ranks(by_rank))
+            found.setdefault(name, []).append(_slowest_rank(by_rank))
             probes_s.append(probe_s(pool, ranks))
         progress("steps with hardly any work")
         found["overhead"] = [(_Once(_overhead(pool, ranks, timeout_s)),)]
@@ -143,13 +144,13 @@ def _with_times(sample: Any, time_of: Callable[[str], float]) -> Any:
     return dataclasses.replace(sample, **{name: time_of(name) for name in names})
 
 
-def _mean_over_ranks(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Of every sample the mean over ranks counts."""
-    return tuple(_mean_sample(column) for column in zip(*found, strict=True))
+def _slowest_rank(found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Of every sample the longest times of any rank."""
+    return tuple(_longest_times(column) for column in zip(*found, strict=True))
 
 
-def _mean_sample(column: Sequence[Any]) -> Any:
-    return _with_times(column[0], lambda name: statistics.mean(getattr(sample, name) for sample in column))
+def _longest_times(column: Sequence[Any]) -> Any:
+    return _with_times(column[0], lambda name: max(getattr(sample, name) for sample in column))
 
 
 class Clock:
@@ -420,12 +421,12 @@ def _overhead(pool: WorkerPool, ranks: int, timeout_s: float) -> float:
 
 
 def probe_s(pool: WorkerPool, ranks: int) -> float:
-    """Seconds of a fixed piece of work, a layer's products and an attention call, on all ranks at once; their mean.
+    """Seconds of a fixed piece of work, a layer's products and an attention call, on all ranks at once; the slowest's.
 
     Tells how fast the cores are now beside another time.
     """
     found: list[float] = pool.run(_measure_part, ranks, _probe, None, 1, PROBE_S)
-    return statistics.mean(found)
+    return max(found)
 
 
 def _probe(clock: Clock, ranks: int, group: Any, size: Any) -> float:
