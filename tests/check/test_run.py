@@ -71,6 +71,10 @@ def test_a_transformers_model_in_other_ways(pool: WorkerPool, way: str) -> None:
         run_checks(module("own", ranks=(1,), **{way: True}), pool=pool)
 
 
+def test_dropout_is_not_turned_on_by_checkpointing(pool: WorkerPool) -> None:
+    assert failed(run_checks(module("hf_opt", ranks=(1, 2), checkpointing=True), pool=pool)) == set()
+
+
 SOUND = ["own", "own_with_everything", "own_like_ddp", "own_windowed", "hf", "hf_flattened", "hf_padded"]
 
 

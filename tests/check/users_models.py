@@ -242,6 +242,13 @@ def hf(**changes: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
 
 
+def hf_opt() -> Any:
+    """Its layers drop values by a call of their own, and its decoder layers."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "max_position_embeddings": 128, "init_std": 0.2, "dropout": 0.1, "layerdrop": 0.5}  # fmt: skip
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes))
+
+
 def hf_leaky() -> Any:
     """Its attention is its own: causal over the whole row."""
     model = hf()

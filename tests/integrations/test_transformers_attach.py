@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -299,6 +300,24 @@ def test_a_copy_is_detached_by_itself() -> None:
     assert attached.balancer._planned_steps == 1, "and the copy is not"
 
 
+def test_a_copy_that_was_dropped_keeps_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.tiny()
+    attached = st.attach(model)
+    closed: list[str] = []
+    monkeypatch.setattr(attached.balancer, "close", lambda: closed.append("balancer"))
+    monkeypatch.setattr(type(attached._joined_groups), "release", lambda _: closed.append("groups"))
+    gc.disable()  # no collection by chance
+    try:
+        kept, dropped = copy.deepcopy(model), copy.deepcopy(model)
+        del dropped
+        attached.detach()
+        assert not closed, "a copy still uses them"
+        kept.steelyard_attachment.detach()
+    finally:
+        gc.enable()
+    assert closed == ["balancer", "groups"]
+
+
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 def test_backward_after_the_model_was_detached_is_refused(checkpointing: bool | None) -> None:
     """Under reentrant checkpointing the layers would be run again with stock attention, and nothing would say so."""
@@ -312,14 +331,15 @@ def test_backward_after_the_model_was_detached_is_refused(checkpointing: bool | 
         first.backward()
     second.backward()
     loss = model(**batch).loss
+    inner = model(**batch, output_hidden_states=True).hidden_states[1].sum()
     attached.detach()
-    with pytest.raises(UsageError, match="backward after the model was detached"):
-        loss.backward()
+    for each in (loss, inner):
+        with pytest.raises(UsageError, match="backward after the model was detached"):
+            each.backward()
 
 
 def test_memory_of_a_forward_pass_is_kept_for_backward_only() -> None:
     """Nothing outlives the graph: out, log-sum-exp and inputs go with it."""
-    import gc
     import weakref
 
     model = tiny_models.tiny()

@@ -265,11 +265,28 @@ def open_subject(request: CheckRequest, group: dist.ProcessGroup, *, reference: 
 
 
 def _checkpoint_layers(model: Any) -> None:
-    """Activation checkpointing as in training, of a model that is in `eval` mode otherwise."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    """Activation checkpointing as in training, of a model that is in `eval` mode otherwise.
+
+    Raises:
+        UsageError: the model does not support it.
+    """
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    try:
+        getattr(model, new if hasattr(model, new) else old)()
+    except ValueError as error:
+        raise UsageError(f"--checkpointing: {first_line(error)}; leave it out for this model") from error
     for part in model.modules():
         if getattr(part, "gradient_checkpointing", False):
-            part.training = True  # its own flag alone, by which Transformers decides; what drops values lies below
+            part.training = True  # its own flag alone, by which Transformers decides; modules in it stay as they are
+            _drop_nothing(part)  # but some layers drop values by a call of their own, and decoders whole layers
+            _drop_nothing(getattr(part, "config", None))
+
+
+def _drop_nothing(holder: Any) -> None:
+    """Set each rate that is kept as a number, such as `dropout`, `resid_pdrop` or `layerdrop`, to zero."""
+    for name, value in list(getattr(holder, "__dict__", {}).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(holder, name, 0.0)
 
 
 def _is_transformers_model(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ however many are in flight.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -300,6 +302,8 @@ class Attachment:
             hook.remove()
         delattr(self.model, _ATTRIBUTE)
         self._sharing.discard(self)
+        if self._sharing:
+            gc.collect()  # a copy and its attachment hold each other: one that was dropped may still be there
         if not self._sharing:
             self.balancer.close()
             self._joined_groups.release()
@@ -371,9 +375,8 @@ class Attachment:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Have the backward pass of what a model returned look whether the model is still attached."""
-        returned = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
         if self._on:
-            for tensor in returned:
+            for tensor in tree_leaves(output):  # `hidden_states` too, from which backward meets no other output
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
 
