@@ -385,7 +385,7 @@ def test_an_output_changed_in_place_is_never_answered_from() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda q, k, v: (q[None], k, v), "packed without a batch dimension"),
+        (lambda q, k, v: (q[None], k, v), "leave the batch dimension out"),
         (lambda q, k, v: (q, k[:, :, :4], v[:, :, :4]), "one head size"),
         (lambda q, k, v: (q[:, :3], k, v), "multiple of the"),
         (lambda q, k, v: (q, k.float(), v), "expected one dtype"),

@@ -217,6 +217,13 @@ def test_a_failure_on_one_rank_of_several_names_it() -> None:
     assert "raised RuntimeError: only here; --debug shows where" in str(error.value)
 
 
+def test_a_killed_process_is_named_and_no_check_has_failed() -> None:
+    with WorkerPool(2) as own_pool, pytest.raises(SteelyardError) as error:
+        run_checks(module("killed_on_two", ranks=(2,)), pool=own_pool)
+    assert error.value.exit_code == 2
+    assert "on rank 1 of 2: ProcessDied: the worker process ended, killed by signal 9" in str(error.value)
+
+
 def test_debug_prints_where_it_came_from(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError):
         run_checks(module("raises", ranks=(1,)), pool=pool, debug=True)

@@ -8,6 +8,8 @@ Shapes: T tokens, N heads, H head size, C hidden size, V vocabulary; B rows of a
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from typing import Any
 
 import torch
@@ -367,6 +369,15 @@ def refuses_halves() -> dict[str, Any]:
 
 def short_context() -> Any:
     return hf(max_position_embeddings=32)
+
+
+def killed_on_two(balancer: Any) -> dict[str, Any]:
+    def loss(model: nn.Module, batch: dict[str, Any], label_count: int, ranks: int) -> Tensor:
+        if ranks > 1 and balancer.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own_loss(model, batch, label_count)
+
+    return {"model": OwnModel(balancer), "loss": loss}
 
 
 def fails_on_two(balancer: Any) -> dict[str, Any]:

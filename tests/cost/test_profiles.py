@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,24 @@ def test_missing_and_unknown_entries_are_named(tmp_path: Path) -> None:
         load_profile(path)
     path.write_text(text.replace("value = 100.0", "value = -1"))
     with pytest.raises(UsageError, match="gemm_half_size=-1, expected a number, 0 or more"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("gemm_efficiency", 0.0, "a number, more than 0"),
+        ("gemm_efficiency", 60.0, "at most 1"),
+        ("time_error", 50.0, "at most 1"),
+        ("layer_host_s", 1e300, "at most 3600"),
+        ("node_size", 1e300, "at most "),
+        ("token_wise_transfers", 1e300, "at most 1e+18"),
+    ],
+)
+def test_constants_out_of_range_are_refused(name: str, value: float, expected: str, tmp_path: Path) -> None:
+    profile, path = load_profile("h100"), tmp_path / "own.toml"
+    path.write_text(profile_toml(profile.replace(**{name: value})))
+    with pytest.raises(UsageError, match=re.escape(f"constants.{name}={value!r}, expected {expected}")):
         load_profile(path)
 
 

@@ -88,8 +88,8 @@ def rank_1_has_another_dtype(rank: int, ranks: int, group: dist.ProcessGroup) ->
 
 
 def ctrl_c_while_waiting(rank: int, ranks: int, group: dist.ProcessGroup, what: str) -> tuple[float, str]:
-    """Seconds until Ctrl-C ends the wait for rank 1, which is elsewhere (the time-out is longer), and what the next call
-    raises: what was waited for is still under way."""
+    """Seconds until Ctrl-C ends the wait for rank 1, which is elsewhere (the time-out is longer), and what the next
+    call raises: what was waited for is still under way."""
     balancer = balancer_of(group, timeout_s=30.0, shape=AttentionShape(2, 2, 8))
     x, lengths = documents(rank)
     if what == "transfer":

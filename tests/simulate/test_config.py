@@ -55,6 +55,7 @@ def test_data_takes_what_the_other_degrees_leave(tmp_path: Path) -> None:
         (('"H200"', '"H20"'), "unknown device 'H20'; did you mean 'h200'"),
         (("median = 1000", "length = 200000"), "more than the 65536 .* nearest: chunk_tokens=50000"),
         (("median = 1000", "lengths = [100, 9000]\ncontext_tokens = 8192"), "nearest: context_tokens=9000"),
+        (("median = 1000", "length = 500\nlengths = [100, 900]"), "length and lengths are given, expected one of them"),
         (("nodes = 2", "nodes = 2\nslow_ranks = [4]"), "expected ranks 0 … 3"),
         (("median", "medain"), 'unknown key "medain" .* did you mean "median"'),
         (("[cluster]", '[model]\nname = "llama3-9b"\n[cluster]'), "did you mean 'llama3-8b'"),

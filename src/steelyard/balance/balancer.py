@@ -372,7 +372,7 @@ class Balancer:
                 be one of several passes.
             PeerError: a rank did not take part within the time-out.
         """
-        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        if not all(isinstance(each, Tensor) and each.dim() == 3 for each in (q, k, v)):
             check_tensors(q=q, k=k, v=v)
         self._learn_shape(q, k)
         if doc_lens is not None and shards is not None:

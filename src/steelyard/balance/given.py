@@ -201,7 +201,7 @@ def _number(where: str, name: str, value: Any) -> float:
 
 
 def check_tensors(**given: Any) -> None:
-    """Refuse what is no tensor.
+    """Refuse what is no packed tensor of tokens, heads and channels.
 
     Raises:
         UsageError: names the argument.
@@ -209,6 +209,12 @@ def check_tensors(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise UsageError(f"attention: {name}={shown(value)}, expected a tensor")
+        if value.dim() != 3:
+            batch = "; leave the batch dimension out" if value.dim() == 4 and value.shape[0] == 1 else ""
+            raise UsageError(
+                f"attention: {name} has shape {tuple(value.shape)}, expected (tokens, heads, head size): all documents "
+                f"of this rank one after another{batch}"
+            )
 
 
 def _items(given: Any) -> Any:

@@ -39,7 +39,7 @@ def run_checks(
 
     Raises:
         UsageError: the model, the user's function or the documents cannot be checked; says what to change.
-        PeerError: a process failed when there were several.
+        NotCheckedError: a process failed or was killed.
     """
     most = request.ranks[-1]
     owned: AbstractContextManager[WorkerPool] = (
@@ -74,20 +74,29 @@ def _check_weights(reference: ReferenceMeasure, measures: Sequence[RankMeasure],
             )
 
 
+class NotCheckedError(PeerError):
+    """The checks did not come to their end. Exit code 2: 1 says that a check failed."""
+
+    exit_code = 2
+
+
+_CAUSES = {"ProcessDied": 1, "GaveUp": 2, "PeerError": 2}
+"""Which failure to name: first of a rank that failed by itself, then one that was killed, then those that waited."""
+
+
 def _raise_failures(outcomes: Sequence[Any], ranks: int, debug: bool) -> None:
     """Raise what went wrong in a worker, in one line."""
     failed = [(rank, o) for rank, o in enumerate(outcomes) if isinstance(o, (measure.Failed, RemoteError))]
     if not failed:
         return
-    # A rank that failed by itself is the cause; those that waited for it say so as PeerError.
-    rank, cause = min(failed, key=lambda f: f[1].type_name in ("PeerError", "ProcessDied", "GaveUp"))
+    rank, cause = min(failed, key=lambda f: _CAUSES.get(f[1].type_name, 0))
     if debug:
         print(cause.text, file=sys.stderr)
     message = cause.message if isinstance(cause, measure.Failed) else _message_of(cause)
     if cause.type_name == "UsageError":
         raise UsageError(message if ranks == 1 else f"rank {rank} of {ranks}: {message}")
     where = "in one process" if ranks == 1 else f"on rank {rank} of {ranks}"
-    raise PeerError(f"checking failed {where}: {cause.type_name}: {message}; --debug shows where")
+    raise NotCheckedError(f"checking failed {where}: {cause.type_name}: {message}; --debug shows where")
 
 
 def _message_of(error: RemoteError) -> str:

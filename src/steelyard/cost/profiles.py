@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from steelyard.cost.attention_kernels import AttentionKernel, StripKernel, TileKernel, UnfusedKernel
+from steelyard.domain.limits import MAX_RANKS
 from steelyard.errors import UsageError
 
 Precision: TypeAlias = Literal["bf16", "fp8", "fp32"]
@@ -126,9 +127,25 @@ class DeviceProfile:
 
 
 _POSITIVE = frozenset(
-    ("memory_bytes", "memory_bytes_per_s", "node_size", "node_bytes_per_s", "network_bytes_per_s", "multiprocessors")
-)
+    (
+        "memory_bytes", "memory_bytes_per_s", "node_size", "node_bytes_per_s", "network_bytes_per_s",
+        "multiprocessors", "gemm_efficiency",
+    )
+)  # fmt: skip
 """Constants by which something is divided."""
+_SHARES = frozenset(
+    (
+        "gemm_efficiency",
+        "gemm_efficiency_fp8",
+        "tensor_overlap",
+        "fragmentation_low",
+        "fragmentation_high",
+        "time_error",
+    )
+)
+"""Constants that are no more than 1."""
+_MOST_S, _MOST = 3600.0, 1e18
+"""No constant in seconds is longer, and none at all larger: a slip in a unit would show as absurd an answer."""
 _CONSTANTS = tuple(f.name for f in dataclasses.fields(DeviceProfile) if f.name not in ("name", "kernels", "sources"))
 _KERNEL_CLASSES: Mapping[str, type[TileKernel] | type[UnfusedKernel] | type[StripKernel]] = {
     "tiles": TileKernel,
@@ -213,9 +230,16 @@ def _values(
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (value == 0 and name in _POSITIVE):
             raise UsageError(f"device profile {where}: {section}.{name}={value!r}, expected a number, {expected}")
+        most = MAX_RANKS if name == "node_size" else 1.0 if name in _SHARES else _MOST_S if _is_seconds(name) else _MOST
+        if value > most:
+            raise UsageError(f"device profile {where}: {section}.{name}={value!r}, expected at most {most:g}")
         found[name] = float(value)
         sources[f"{section}.{name}"] = str(entry["source"])
     return found
+
+
+def _is_seconds(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
 
 
 def profile_toml(profile: DeviceProfile) -> str:

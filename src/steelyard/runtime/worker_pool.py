@@ -107,7 +107,7 @@ class WorkerPool:
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
-                    ok, value = False, ("ProcessDied", "the worker process ended")
+                    ok, value = False, ("ProcessDied", self._end_of(rank))
                 except Exception as error:  # an answer that cannot be read here; later ones must not be taken for it
                     ok, value = False, (type(error).__name__, f"its answer cannot be read: {error}")
                 outcomes[rank] = value if ok else RemoteError(rank, *value)
@@ -117,6 +117,14 @@ class WorkerPool:
         if failed:
             self.close()
         return outcomes
+
+    def _end_of(self, rank: int) -> str:
+        """How a worker that closed its pipe ended."""
+        process = self._processes[rank]
+        process.join(1.0)
+        code = process.exitcode
+        how = "" if code is None else f", killed by signal {-code}" if code < 0 else f", exit code {code}"
+        return f"the worker process ended{how}"
 
     def close(self, patience_s: float = 2.0) -> None:
         """End the workers; those that have not ended by themselves in `patience_s` are killed."""

@@ -228,6 +228,9 @@ class DocumentsSection:
             )
         if self.sampler == "batches" and not self.file:
             raise UsageError("documents: sampler='batches' needs a file with batches; nearest: sampler='shuffle'")
+        given = [name for name in ("length", "lengths", "file") if getattr(self, name)]
+        if len(given) > 1:
+            raise UsageError(f"documents: {' and '.join(given)} are given, expected one of them; leave the others out")
         if self.length:
             return uniform_documents(self.length)
         if self.lengths:
