@@ -57,21 +57,14 @@ def rank_1_does_not_come_to_plan(rank: int, ranks: int, group: dist.ProcessGroup
     return errors
 
 
-def rank_1_has_one_layer_less(rank: int, ranks: int, group: dist.ProcessGroup) -> str:
-    """And says so, as all do."""
+def ranks_agree_on_layers(
+    rank: int, ranks: int, group: dist.ProcessGroup, layers: tuple[int | None, int | None]
+) -> str:
+    """What is said where rank 0 has the first number of layers, the others the second; None: nothing to agree on."""
     balancer = balancer_of(group)
-    balancer.agreed["layers"] = 1 if rank == 1 else 2
-    x, lengths = documents(rank)
-    error = error_of(lambda: balancer.attention(x, x, x, doc_lens=lengths))
-    balancer.close()
-    return error
-
-
-def rank_0_alone_says_more(rank: int, ranks: int, group: dist.ProcessGroup) -> str:
-    """A name that the other ranks do not know."""
-    balancer = balancer_of(group)
-    if rank == 0:
-        balancer.agreed["layers"] = 2
+    own = layers[min(rank, 1)]
+    if own is not None:
+        balancer.agreed["layers"] = own
     x, lengths = documents(rank)
     error = error_of(lambda: balancer.attention(x, x, x, doc_lens=lengths))
     balancer.close()

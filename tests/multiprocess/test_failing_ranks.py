@@ -27,14 +27,10 @@ def test_a_missing_rank_is_named_and_later_calls_repeat_it(pool: WorkerPool) -> 
             assert error.endswith(f"It was: {first.removeprefix('PeerError: ')}")
 
 
-def test_what_the_ranks_have_agreed_on_is_compared(pool: WorkerPool) -> None:
-    for error in pool.run(on_rank.rank_1_has_one_layer_less, 4):
-        assert error.endswith("layers is 2 on rank 0 and 1 on rank 1; give every rank the same")
-
-
-def test_a_name_that_one_rank_alone_knows_is_not_agreed_on(pool: WorkerPool) -> None:
-    for error in pool.run(on_rank.rank_0_alone_says_more, 4):
-        assert error.endswith("layers is 2 on rank 0 and None on rank 1; give every rank the same")
+@pytest.mark.parametrize("layers", [(2, 1), (2, None), (None, 1)])
+def test_what_the_ranks_have_agreed_on_is_compared(pool: WorkerPool, layers: tuple[int | None, int | None]) -> None:
+    for error in pool.run(on_rank.ranks_agree_on_layers, 4, layers):
+        assert error.endswith(f"layers is {layers[0]} on rank 0 and {layers[1]} on rank 1; give every rank the same")
 
 
 def test_ranks_with_types_of_one_size_all_say_so(pool: WorkerPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,16 @@ def samples() -> Samples:
         transfers=tuple(TransferSample(2, n, 2e-4 + n / 1e9) for n in (1000, 10**6)),
         updates=(UpdateSample(10**6, 50 * 10**6 / COPY),), step_overhead_s=0.012,
     )  # fmt: skip
+
+
+def test_a_profile_of_a_restless_machine_can_be_read_again(tmp_path: Path) -> None:
+    """Times that fit nothing: the error is large, and still one that a profile may have."""
+    shaken = [replace(p, time_s=p.time_s * f) for p, f in zip(samples().products, (1, 100, 1), strict=True)]
+    profile = fit_profile(replace(samples(), products=tuple(shaken)), load_profile("cpu-local"), name="own")
+    assert profile.time_error == 1.0
+    path = tmp_path / "own.toml"
+    path.write_text(profile_toml(profile))
+    assert load_profile(path).time_error == 1.0
 
 
 def test_a_fit_finds_the_constants_that_made_the_samples(tmp_path: Path) -> None:

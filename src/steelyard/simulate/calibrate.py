@@ -115,7 +115,7 @@ def fit_profile(samples: Samples, base: DeviceProfile, *, name: str) -> DevicePr
         "gemm_half_size": (half_size, f"fitted on {len(samples.products)} products, mean error {product_error:.1%}"),
         "memory_bytes": (float(samples.memory_bytes), "as the system reports it"),
         "memory_bytes_per_s": (samples.copy_bytes_per_s, "a copy, bytes read and written"),
-        "time_error": (max(0.1, product_error + kernel_error), "errors of the fits, at least 10 %"),
+        "time_error": (min(1.0, max(0.1, product_error + kernel_error)), "errors of the fits, 10 to 100 %"),
     }
     if samples.layers:
         text = f"fitted on {len(samples.layers)} sizes of our own model's layers"
