@@ -102,3 +102,25 @@ def ctrl_c_while_waiting(rank: int, ranks: int, group: dist.ProcessGroup, what: 
         time.sleep(max(0.0, ELSEWHERE_S / 2 + 0.5 - (time.monotonic() - pressed_s)))  # rank 1 leaves before
         balancer.close()
     return float("inf"), "no Ctrl-C"
+
+
+def nobody_leaves_before_all_are_connected(rank: int, ranks: int, group: dist.ProcessGroup) -> tuple[float, float]:
+    """When rank 1, the last by a quarter of a second, has its connections, and when this rank goes on. Monotonic."""
+    connected_s = [0.0]
+    new_group = dist.new_group
+
+    def late(*args: Any, **options: Any) -> Any:
+        made = new_group(*args, **options)
+        if rank == 1:
+            time.sleep(0.25)
+        connected_s[0] = time.monotonic()
+        return made
+
+    dist.new_group = late
+    try:
+        own = twin_group(group, "gloo", 30.0)
+        left_s = time.monotonic()
+    finally:
+        dist.new_group = new_group
+    dist.destroy_process_group(own)
+    return connected_s[0], left_s

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -20,13 +21,16 @@ def twin_group(group: dist.ProcessGroup | None, backend: str, timeout_s: float) 
         UsageError: the ranks of a part of the world cannot agree on a name for it.
     """
     ranks = dist.get_process_group_ranks(group)
-    _roll_call(ranks, timeout_s)
+    _roll_call(ranks, timeout_s, "make")
     timeout = timedelta(seconds=timeout_s)
     whole = len(ranks) == dist.get_world_size()
     if not whole:
         _check_names(group, len(ranks))
     twin = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
     assert isinstance(twin, dist.ProcessGroup)
+    # gloo returns on each rank when that rank's own connections stand. One that destroyed the group at once would cut
+    # off ranks that are still connecting.
+    _roll_call(ranks, timeout_s, "finish")
     return twin
 
 
@@ -57,12 +61,12 @@ def _name_of(ranks: Sequence[int]) -> str:
     return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
 
 
-def _roll_call(ranks: Sequence[int], timeout_s: float) -> None:
+def _roll_call(ranks: Sequence[int], timeout_s: float, what: Literal["make", "finish"]) -> None:
     """Wait until all ranks are here. torch would wait as well, but does not say for whom."""
     store = _default_store()
     if store is None or len(ranks) == 1:
         return
-    own, name = dist.get_rank(), _name_of(ranks)
+    own, name = dist.get_rank(), f"{_name_of(ranks)}/{what}"
     turns = f"steelyard-groups/{name}/turns of {own}"
     turn = store.add(turns, 1)
     keys = {rank: f"steelyard-groups/{name}/{turn}/{rank}" for rank in ranks}
@@ -76,7 +80,7 @@ def _roll_call(ranks: Sequence[int], timeout_s: float) -> None:
         names = ", ".join(str(rank) for rank in missing[:8]) + (", …" if len(missing) > 8 else "")
         shown = f"rank{'s' if len(missing) > 1 else ''} {names}"
         raise PeerError(
-            f"process groups: rank {own} waited {timeout_s:g} s for {shown} to make "
+            f"process groups: rank {own} waited {timeout_s:g} s for {shown} to {what} "
             f"a group of {len(ranks)} ranks together; every rank must attach its model (or make its Balancer). To work "
             f"without the others, give group=torch.distributed.new_group([{own}], use_local_synchronization=True)"
         ) from error

@@ -25,11 +25,13 @@ from typing import Any
 
 
 class RemoteError(AssertionError):
-    """A function failed in a worker; the message is the worker's traceback. `type_name` names its exception."""
+    """A function failed in a worker; the message is the worker's traceback. `type_name` names its exception, `at_s` is
+    when it was told (of `time.monotonic`)."""
 
     def __init__(self, rank: int, type_name: str, text: str) -> None:
         super().__init__(f"rank {rank} raised {type_name}:\n{text}")
         self.rank, self.type_name, self.text = rank, type_name, text
+        self.at_s = time.monotonic()
 
 
 class WorkerPool:
@@ -61,13 +63,13 @@ class WorkerPool:
         failure or a time-out the pool is restarted at the next call, since a group may be left half-way.
 
         Raises:
-            RemoteError: the first failure, by rank.
+            RemoteError: the first failure; what others say later often follows from it.
             TimeoutError: a worker did not answer in time.
         """
         outcomes = self.run_all(function, ranks, *args, timeout_s=timeout_s)
-        for outcome in outcomes:
-            if isinstance(outcome, RemoteError):
-                raise outcome
+        failures = [outcome for outcome in outcomes if isinstance(outcome, RemoteError)]
+        if failures:
+            raise min(failures, key=lambda failure: failure.at_s)
         return outcomes
 
     def run_all(
