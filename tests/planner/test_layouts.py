@@ -234,6 +234,36 @@ def test_a_candidate_that_memory_forbids_is_passed_over() -> None:
         choose_layout(lengths, 4_000, 4, shape=LLAMA3_8B, topology=Topology(4, memory_tokens=(0,) * 4))
 
 
+def test_a_late_piece_under_a_memory_cap_lies_with_the_head_it_needs() -> None:
+    """The end of document 0 needs more earlier keys than any rank may receive, unless that rank holds some of them."""
+    lengths, topology = [20_000, *[500] * 88], Topology(4, memory_tokens=(13_000,) * 4)
+    free = choose_layout(lengths, 16_000, 4, shape=LLAMA3_8B, tolerance=0.02)
+    with pytest.raises(PlanError, match="raise its memory_tokens"):
+        make_plan(free, shape=LLAMA3_8B, topology=topology, tolerance=0.02)
+    chosen = choose_layout(lengths, 16_000, 4, shape=LLAMA3_8B, topology=topology, tolerance=0.02)
+    report = verify(make_plan(chosen, shape=LLAMA3_8B, topology=topology, tolerance=0.02))
+    assert report.work_max_over_mean <= 1.02
+
+
+def test_ranks_with_other_memory_keep_their_own_parts() -> None:
+    lengths, memory = [20_000, *[500] * 88], (40_000, 40_000, 40_000, 12_000)
+    layout = choose_layout(lengths, 16_000, 4, shape=LLAMA3_8B, topology=Topology(4, memory_tokens=memory))
+    assert verify(make_plan(layout, shape=LLAMA3_8B, topology=Topology(4, memory_tokens=memory))).bytes_total
+
+
+def test_a_balanced_candidate_is_taken_before_a_cheaper_one_that_memory_unbalances() -> None:
+    lengths, topology = [7_530, 15_722, 748], Topology(3, memory_tokens=(9_250,) * 3)
+    candidates = layout_candidates(lengths, 8_000, 3, topology=topology, tolerance=0.02)
+    reports = {
+        name: verify(make_plan(layout, shape=LLAMA3_8B, topology=topology, tolerance=0.02))
+        for name, layout in candidates.items()
+    }
+    assert reports["contiguous"].bytes_total < reports["woven"].bytes_total
+    assert reports["contiguous"].work_max_over_mean > 1.02 >= reports["woven"].work_max_over_mean
+    layout = choose_layout(lengths, 8_000, 3, shape=LLAMA3_8B, topology=topology, tolerance=0.02)
+    assert layout.shard_start.tolist() == candidates["woven"].shard_start.tolist()
+
+
 def check_bytes_on_workload(path: Path, published: dict[str, float]) -> None:
     workload = json.loads(path.read_text())
     sent = []

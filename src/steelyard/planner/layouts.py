@@ -12,6 +12,7 @@ Three layouts are known here:
   least work per token: short documents, which cost no byte, then the head of the same document. One document alone
   becomes head-tail over the ranks it fills; among many short ones it is cut into contiguous parts of equal *work*.
   Cutting at position a costs a keys once, while moving as much work afterwards costs queries and outputs as well.
+  Where memory is capped, a rank whose late piece needs more earlier keys than it may receive gets the head first.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def choose_layout(
     `intra_node_weight`).
 
     Up to 16 ranks, wherever a document is longer than 16 ranks, and wherever links or memory make ranks differ, every
-    candidate is planned and the cheapest taken. Otherwise it is the woven one, unplanned: it was the cheapest in every
-    batch measured at 64 and 512 ranks (`docs/results/planner.md`), and planning all would take longer than the step's
-    other decisions together. Of documents over more ranks than that, woven parts are many and short, and each of the
-    candidates is the cheapest in some batches.
+    candidate is planned and the cheapest taken, or the best balanced where memory caps forbid the balance. Otherwise it
+    is the woven one, unplanned: it was the cheapest in every batch measured at 64 and 512 ranks
+    (`docs/results/planner.md`), and planning all would take longer than the step's other decisions together. Of
+    documents over more ranks than that, woven parts are many and short, and each of the candidates is the cheapest in
+    some batches.
 
     Documents keep their numbers (their place in `doc_lengths` without zeros). No rank holds more than
     `tokens_per_rank` tokens. Ties go to the first of `layout_candidates`.
@@ -90,20 +92,31 @@ def choose_layout(
         doc_lengths, tokens_per_rank, ranks,
         topology=topology, tolerance=tolerance, window=window, row_keys=objective.row_keys,
     )  # fmt: skip
-    best: tuple[int, Layout] | None = None
+    best: tuple[tuple[int, int], Layout] | None = None
     refused: PlanError | None = None
     for layout in candidates.values():
         try:
             plan = plan_balanced(layout, topology, shape, tolerance, window, objective)
-            cost = weighted_bytes_sent(plan, objective)
         except PlanError as error:
             refused = error
             continue
+        cost = _work_over_promise(plan) if plan.memory_limited else 0, weighted_bytes_sent(plan, objective)
         if best is None or cost < best[0]:
             best = cost, layout
     if best is None:
         raise PlanError(f"no layout fits: {refused}")
     return best[1]
+
+
+def _work_over_promise(plan: DispatchPlan) -> int:
+    """By how much the most overloaded server is above what was promised."""
+    rows = RowWork.for_documents(plan.layout.doc_lengths, plan.window, plan.row_keys)
+    work = np.zeros(plan.topology.servers, dtype=np.int64)
+    np.add.at(work, plan.tasks.server, rows.of_array(plan.tasks.start, plan.tasks.end))
+    promise = work_caps(
+        int(work.sum()), plan.topology, plan.tolerance, rows.longest_row(plan.layout.doc_lengths)
+    ).promise  # fmt: skip
+    return int((work - np.asarray(promise)).max())
 
 
 def bytes_sent(plan: DispatchPlan, objective: Objective = FORWARD) -> int:
@@ -210,11 +223,13 @@ def woven_layout(
     capacity = sum(caps)
     loom = _Loom(columns, rows, cheap_cut=tokens_per_rank // CHEAP_CUT)
     parts_by_rank: list[list[_Part]] = [[] for _ in range(ranks)]
+    # With a window the keys that a tail needs are just before it, where its head is of no use.
+    memory = topology.memory_tokens if window is None and topology.memory_tokens else [None] * ranks
     for place, rank in enumerate(sorted(range(ranks), key=lambda rank: (-caps[rank], rank))):
         capacity -= caps[rank]  # what the ranks after this one can take
         least = min(caps[rank], max(loom.work - capacity, 2 * shares[rank] - caps[rank]))
-        parts_by_rank[rank] = loom.fill(-(-loom.tokens // (ranks - place)), least, caps[rank])
-    return _layout_of(_neighbours_together(parts_by_rank, caps))
+        parts_by_rank[rank] = loom.fill(-(-loom.tokens // (ranks - place)), least, caps[rank], memory[rank])
+    return _layout_of(_neighbours_together(parts_by_rank, list(zip(caps, memory, strict=True))))
 
 
 class _Part(NamedTuple):
@@ -306,13 +321,16 @@ class _Loom:
     def part(self, start: int, end: int, doc: int) -> _Part:
         return _Part(end, start, doc, self.rows.of(start, end))
 
-    def fill(self, tokens: int, least: int, most: int) -> list[_Part]:
-        """Take `tokens` (or all that is left), with work just below `most`, or at least `least` if that saves a cut."""
+    def fill(self, tokens: int, least: int, most: int, memory: int | None = None) -> list[_Part]:
+        """Take `tokens` (or all that is left), with work just below `most`, or at least `least` if that saves a cut.
+
+        With `memory`, not more earlier keys of one document are missing than that, where its head is left to take.
+        """
         taken: list[_Part] = []
         shelf = self.shelf
         while tokens > 0 and shelf.first < len(shelf.parts):
             dense = shelf.pop_dense()
-            mix = _Mix(self, dense, tokens)
+            mix = _Mix(self, dense, tokens, memory)
             longest = mix.weigh(mix.longest)
             if mix.takes_all and longest.work < least:
                 found, count, work = [dense], mix.longest, dense.work  # too little even so: the next one joins it
@@ -365,12 +383,14 @@ class _Mix:
     """The last tokens of one dense part, filled up with the lightest parts, then with the head of the dense one.
 
     Light parts go in whole, and the next one cut if that is cheap; with `cut_any`, the head of the part that begins
-    first, however long. If the dense part ends up in the mix with all its tokens, and light ones are too long to be
-    cut, the mix may hold fewer tokens than asked for.
+    first, however long. With `memory`, so much of the dense part's head goes in before the light ones that its tail
+    needs no more keys from elsewhere. If the dense part ends up in the mix with all its tokens, and light ones are too
+    long to be cut, the mix may hold fewer tokens than asked for.
     """
 
-    def __init__(self, loom: _Loom, dense: _Part, tokens: int) -> None:
+    def __init__(self, loom: _Loom, dense: _Part, tokens: int, memory: int | None) -> None:
         self.loom, self.dense, self.tokens, self.shelf = loom, dense, tokens, loom.shelf
+        self.memory = dense.end if memory is None else memory
         self.longest = min(tokens, dense.end - dense.start)
         self.takes_all = self.longest == dense.end - dense.start
         self.cut_any = False
@@ -381,6 +401,9 @@ class _Mix:
         """The mix with the last `count` tokens of the dense part."""
         end, start, _, _ = self.dense
         shelf, work_of, room = self.shelf, self.loom.rows.of, self.tokens - count
+        needed = end - count - self.memory if count else 0
+        own = min(needed, room, end - count - start) if needed > 0 else 0  # keys that the tail must find here
+        room -= own
         parts, first, before = shelf.parts, shelf.first, shelf.tokens
         whole = bisect_right(before, before[first] + room, first) - 1
         light_tokens = before[whole] - before[first]
@@ -396,7 +419,7 @@ class _Mix:
                 cut = min(room, light_end - light_start)
                 filled = light_start + cut
                 work += work_of(light_start, filled)
-        head = min(room - cut, end - count - start)
+        head = min(room - cut + own, end - count - start)
         if head:
             filled = start + head
             work += work_of(start, filled)
@@ -458,11 +481,14 @@ def _longest_within(mix: _Mix, none: _Filling, guess: int, most: int) -> _Fillin
     return best
 
 
-def _neighbours_together(parts_by_rank: list[list[_Part]], caps: list[int]) -> list[list[_Part]]:
-    """Ranks that share a long document next to each other, hence in one node, where ranks are equally fast."""
+def _neighbours_together(
+    parts_by_rank: list[list[_Part]], limits: Sequence[tuple[int, int | None]]
+) -> list[list[_Part]]:
+    """Ranks that share a long document next to each other, hence in one node, where ranks are alike in what they may do
+    and hold."""
     arranged = list(parts_by_rank)
-    for cap in sorted(set(caps)):
-        ranks = [rank for rank, own in enumerate(caps) if own == cap]
+    for limit in set(limits):
+        ranks = [rank for rank, own in enumerate(limits) if own == limit]
         densest = [max(parts_by_rank[rank], default=_Part(0, 0, 0, 0)) for rank in ranks]
         order = sorted(range(len(ranks)), key=lambda i: (densest[i].doc, densest[i].end, i))
         for rank, source in zip(ranks, order, strict=True):
