@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import steelyard
+from steelyard.cli.standard_output import writing_stdout
 from steelyard.errors import SteelyardError, UsageError
 from steelyard.settings import nearest
 
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.remove("--debug")
     try:
         code = _dispatch(arguments, debug)
-        sys.stdout.flush()
+        with writing_stdout():
+            sys.stdout.flush()
         return code
     except SystemExit as request:  # `--help` of a command ends this way
         return request.code if isinstance(request.code, int) else int(request.code is not None)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from steelyard.cli.standard_output import StandardOutput
 from steelyard.settings import ProcessSettings
 
 
@@ -32,7 +33,7 @@ class Output:
 def command_output(*, as_json: bool) -> Iterator[Output]:
     """With `as_json`, whatever anybody prints until the end of the block goes to stderr, the object alone to stdout."""
     settings = ProcessSettings.from_environment()
-    stdout = sys.stdout
+    stdout: Any = StandardOutput(sys.stdout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         console = Console(
             file=sys.stderr if as_json else stdout,
