@@ -82,11 +82,68 @@ def test_the_report_is_one_file_without_links(config: str, tmp_path: Path, capsy
     page = (tmp_path / "out" / "report.html").read_text()
     assert not re.search(r"(src|href)=\"(?!data:)", page)
     pictures = re.findall(r"data:image/png;base64,([^\"]+)", page)
-    assert len(pictures) == 4
+    assert len(pictures) == 8  # each for a desk and for a phone
     assert all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
     assert f"{values['verdict']}" in page
     trace = json.loads(gzip.decompress((tmp_path / "out" / "trace.json.gz").read_bytes()))
     assert len(trace["traceEvents"]) > 100
+
+
+SITES = """
+[[sites]]
+name = "north"
+[[sites]]
+name = "south [1]"
+device = "A100"
+bytes_per_s = 1e6
+"""
+
+
+@pytest.mark.parametrize("chunk_tokens", [8192, 65536])
+def test_an_answer_for_several_sites_is_true_of_all(
+    chunk_tokens: int, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(config).write_text(CONFIG.replace("8192", str(chunk_tokens)) + SITES)
+    values = run(capsys, "simulate", config, "--plot", str(tmp_path / "out"), "--policy", "all")
+    north, south = values["replicas"]["sites"]
+    verdict = "fits" if chunk_tokens == 8192 else "does not fit"
+    assert values["verdict"] == values["replicas"]["verdict"] == south["verdict"] == verdict
+    assert north["verdict"] == "fits"
+    assert values["site"] == "south [1]"
+    assert "replicas.step_time_s" in values["scope"]
+    for key in ("step_time_s", "memory_gib_by_rank_max", "memory_capacity_gib", "device", "kernel"):
+        assert values[key] == south[key]
+    assert all(p["device"] == south["device"] for p in values["policies"].values())
+    assert values["replicas"]["step_time_s"] > 100 * values["step_time_s"]
+    assert values["replicas"]["slowest_link"] == "south [1]"
+    assert any("sync mode" in line for line in values["not_modelled"])
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(text in page for text in ("north", "south [1]", "of 79 GiB", "one of 2 replicas"))
+    assert main(["simulate", config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("llama3-8b (8.0 B parameters) at 2 sites of 16 devices, each: data 4, tensor 4")
+    where = "fits at every site; south [1]: " if verdict == "fits" else "does not fit at south [1]: "
+    assert lines[1].startswith(where)
+    assert "a step of all together under every_step" in lines[2]
+    assert "slowest link: south [1]" in lines[2]
+    assert any(line.startswith("one replica by itself, at south [1], on 16 × A100") for line in lines)
+
+
+def test_a_suggestion_is_better_or_there_is_none(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ["--cluster.device", "B200", "--cluster.devices", "1", "--parallel.tensor", "1", "--run.chunk-tokens", "16",
+             "--model.name", "qwen3-0.6b", "--documents.length", "16", "--run.recompute", "none"]  # fmt: skip
+    assert main(["simulate", config, *alone]) == 0
+    assert "try next: nothing one change away is known to be better" in capsys.readouterr().out
+    assert run(capsys, "simulate", config, *alone)["next"] == []
+
+
+def test_no_verdict_of_a_comparison_is_cut_off(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["simulate", config, "--policy", "all", "--cluster.devices", "1", "--parallel.tensor", "1"]
+    assert main(call) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith(("packed", "wlb", "per_document_cp", "balanced"))]
+    assert len(rows) == 4
+    assert all(row.rstrip().endswith("does not fit") for row in rows)
 
 
 def test_pipelines_have_a_picture_of_their_stages(
@@ -103,10 +160,10 @@ def test_pipelines_have_a_picture_of_their_stages(
 def test_advise(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "map.png"
     values = run(
-        capsys, "advise", config, "--tokens-per-step", "131072", "--limit", "30", "--processes", "1",
+        capsys, "advise", config, "--tokens-per-step", "131072", "--limit", "10", "--processes", "1",
         "--plot", str(picture),
     )  # fmt: skip
-    assert values["tried"] == 30
+    assert values["tried"] == 10
     assert values["untried"] > 0
     assert values["best"][0]["verdict"] in ("fits", "tight")
     assert values["best"][0]["reason"]
@@ -123,15 +180,20 @@ def test_list_picture_and_json_of_advise_say_the_same(
     assert main(call) == 0
     said = capsys.readouterr()
     values = json.loads(said.out)
-    best, fit = values["best"], values["fit"]
+    best, fit, tried = values["best"], values["fit"], values["tried"]
     rates = [b["tokens_per_s_per_device"] for b in best]
-    assert drawn[0].startswith(f"{fit} of 30 configurations fit")
+    assert drawn[0].startswith(f"{fit} of {tried} tried configurations fit")
     assert drawn[0].endswith(f"the best makes {rates[0]:,.0f} tokens/s per device")
-    assert f"30 configurations tried; --limit left out {values['untried']:,} more; {fit} of them fit" in said.err
+    assert f"{tried} configurations tried; {fit} of them fit\n" in said.err
+    assert f"{values['slower']:,} more not tried: by bounds of their memory and time" in said.err
     assert f"1. {rates[0]:,.0f} tokens/s" in said.err
     assert all(b["verdict"] in ("fits", "tight") for b in best)
     refused = {r["reason"]: r["configurations"] for r in values["refused"]}
-    assert refused.get("does not fit in memory", 0) == 30 - fit
+    assert sum(refused.values()) + fit + values["slower"] + values["untried"] == values["configurations"]
+    assert main([*call, "--limit", "12"]) == 0
+    said = capsys.readouterr()
+    left = json.loads(said.out)["untried"]
+    assert f"{left:,} more left out by --limit 12: they promise less" in said.err
 
 
 def _drawn_on(titles: list[str], title: str) -> contextlib.AbstractContextManager[Figure]:

@@ -51,6 +51,8 @@ FILES = {
     "mixed.toml": CONFIG.replace("nodes = 2", 'slow_ranks = [0]\ngroups = [{device = "H100", nodes = 2}]'),
     "slow-site.toml": CONFIG + '[[sites]]\nname = "a"\nspeed = 0.0\n',
     "sites.toml": CONFIG + '[[sites]]\nname = "a"\n',
+    "same-sites.toml": CONFIG + 2 * '[[sites]]\nname = "a"\n',
+    "kernel-sites.toml": CONFIG + '[[sites]]\nname = "a"\n[[sites]]\nname = "b"\ndevice = "B200"\n',
 }
 MISTAKES = [
     # degrees
@@ -129,6 +131,8 @@ MISTAKES = [
 OTHER_COMMANDS = [
     ("simulate groups.toml", "a group of nodes=-4 H100, expected 1 … 262,144; nearest: nodes=1"),
     ("simulate slow-site.toml", "speed=0.0 of 'a', expected more than 0"),
+    ("simulate same-sites.toml", "two are called 'a'; give each a name of its own"),
+    ("simulate kernel-sites.toml --run.kernel fa2", "sites: 'b' with B200: B200 SXM 180 GB has no attention kernel"),
     ("advise mixed.toml", "the search does not take cluster.groups, cluster.slow_ranks; leave it out here"),
     ("advise sites.toml", "the search does not take [[sites]]"),
     ("advise c.toml --parallel.shard-ranks 2", "the search does not take parallel.shard_ranks"),

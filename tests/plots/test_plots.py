@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,23 +13,9 @@ from steelyard.data.lengths import data_statistics
 from steelyard.errors import UsageError
 from steelyard.observe.trace import Span
 from steelyard.plots.lengths import length_distribution
-from steelyard.plots.style import ATTENTION, TRACK_COLORS, picture
+from steelyard.plots.style import ATTENTION, NARROW_IN, TRACK_COLORS, WIDE_IN, picture, wrapped
 from steelyard.plots.timeline import step_timeline
 from steelyard.plots.work import work_per_rank
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def savefig(self: Figure, *args: Any, **options: Any) -> None:
-        saved.append(self)
-        save(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return saved
 
 
 def words(figure: Figure) -> list[str]:
@@ -71,6 +57,24 @@ def test_work_per_rank_draws_any_number_of_ranks(tmp_path: Path, ranks: int) -> 
     assert path.stat().st_size > 0
 
 
+@pytest.mark.parametrize("width_in", [WIDE_IN, NARROW_IN])
+@pytest.mark.parametrize("ranks", [1, 4, 12, 512])
+def test_work_per_rank_says_what_it_measures(
+    ranks: int, width_in: float, tmp_path: Path, sketches: list[Figure], mistakes: Callable[[Figure], list[str]]
+) -> None:
+    work_per_rank(
+        tmp_path / "work.png", np.linspace(1, 3, ranks), np.linspace(2, 2.2, ranks), width_in=width_in,
+        quantity="attention kernel time", rank_name="rank (8 devices each)", pairs_kept=(0.33, 1.0),
+        names=("packed", "per_document_cp"),
+    )  # fmt: skip
+    assert mistakes(sketches[-1]) == []
+    said = [" ".join(text.split()) for text in words(sketches[-1])]
+    assert {"attention kernel time, × mean", "rank (8 devices each)"} <= set(said)
+    assert any(text.startswith("packed (33% of the pairs): ") for text in said)
+    assert any(text.startswith("per_document_cp: ") for text in said)
+    assert any("the mean attention kernel time" in text for text in said)
+
+
 @pytest.mark.parametrize(("before", "after"), [([], []), ([1, 2], [1]), ([0, 0], [0, 0])])
 def test_work_per_rank_refuses_what_it_cannot_draw(tmp_path: Path, before: list[float], after: list[float]) -> None:
     with pytest.raises(UsageError, match="work per rank"):
@@ -104,6 +108,32 @@ def test_timeline_starts_each_panel_at_zero_on_one_axis(tmp_path: Path, figures:
     assert {"3.00 s", "2.00 s", "packed: 67% of device time is work", "balanced: 100% of device time is work"} <= set(
         said
     )
+
+
+@pytest.mark.parametrize("width_in", [WIDE_IN, NARROW_IN])
+@pytest.mark.parametrize("ratio", [0.02, 0.2, 0.4, 0.55, 0.7, 0.85, 0.97, 1.0, 1.3, 4.0, 40.0])
+def test_no_text_of_a_timeline_lies_on_another(
+    ratio: float, width_in: float, tmp_path: Path, sketches: list[Figure], mistakes: Callable[[Figure], list[str]]
+) -> None:
+    panels = {"packed": step(0.0, [0.7 * ratio, 0.35 * ratio]), "per_document_cp": step(0.0, [0.7, 0.7])}
+    for kept in ({}, {"packed": 0.13}, {"packed": 0.13, "per_document_cp": 0.82}):
+        step_timeline(tmp_path / "t.png", panels, pairs_kept=kept, width_in=width_in, note="a note", title="a title")
+        assert mistakes(sketches[-1]) == []
+        for axes, name in zip(sketches[-1].axes, panels, strict=True):
+            title = " ".join(axes.get_title(loc="left").split())
+            assert (f"on {kept[name]:.0%} of the pairs" in title) if name in kept else "pairs" not in title
+
+
+def test_a_length_stands_at_its_line(tmp_path: Path, sketches: list[Figure]) -> None:
+    """Beside it on either side, at the top of its panel: not somewhere where there happens to be room."""
+    for ratio in (0.1, 0.5, 1.0):
+        step_timeline(tmp_path / "t.png", {"packed": step(0.0, [ratio, ratio]), "balanced": step(0.0, [1.0, 1.0])})
+        sketches[-1].draw_without_rendering()
+        for axes, length_s in zip(sketches[-1].axes, (ratio, 1.0), strict=True):
+            [label] = axes.texts
+            box, line = label.get_window_extent(), axes.transData.transform((length_s, 0))
+            assert min(abs(box.x0 - line[0]), abs(box.x1 - line[0])) < 20
+            assert abs(box.y0 - line[1]) < 60
 
 
 def test_timeline_colours_each_track(tmp_path: Path, figures: list[Figure]) -> None:
@@ -148,6 +178,30 @@ def test_a_long_title_is_made_to_fit(tmp_path: Path, figures: list[Figure]) -> N
         figure.subplots()
     heading = figure.texts[0].get_window_extent()
     assert heading.x1 <= figure.bbox.width
+
+
+def test_text_is_broken_into_even_lines_that_fit(tmp_path: Path) -> None:
+    with picture(tmp_path / "x.png", height_in=2, title="x") as figure:
+        figure.subplots()
+        text = "a title of some words that is too long for the width it has, by one word"
+        room = 0.9 * figure.text(0, 0, text, fontsize=11).get_window_extent().width
+        lines = wrapped(figure, text, room, fontsize=11).split("\n")
+        assert " ".join(lines) == text
+        assert len(lines) == 2
+        assert min(map(len, lines)) > 0.7 * max(map(len, lines))
+        assert wrapped(figure, "one" * 90, room, fontsize=11).replace("\n", "") == "one" * 90
+        assert wrapped(figure, "short", room, fontsize=11) == "short"
+
+
+def test_a_picture_grows_by_the_lines_of_its_title(tmp_path: Path, figures: list[Figure]) -> None:
+    for title in ("short", "a long title " * 20):
+        with picture(tmp_path / "x.png", height_in=2, title=title, width_in=NARROW_IN) as figure:
+            figure.subplots()
+    short, long = figures
+    lines = long.texts[0].get_text().count("\n")
+    assert lines > 2
+    assert long.get_figheight() == pytest.approx(short.get_figheight() + 0.25 * lines)
+    assert long.axes[0].get_window_extent().height == pytest.approx(short.axes[0].get_window_extent().height, rel=0.1)
 
 
 def test_a_failed_drawing_leaves_no_file(tmp_path: Path) -> None:

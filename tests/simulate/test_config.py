@@ -10,14 +10,10 @@ import pytest
 from steelyard.cost.profiles import load_profile
 from steelyard.errors import UsageError
 from steelyard.settings import load_toml
-from steelyard.simulate.advise import advise, as_json, describe
 from steelyard.simulate.answer import not_modelled
 from steelyard.simulate.config import SimulateConfig, shape_from_file
 from steelyard.simulate.documents import uniform_documents
-from steelyard.simulate.sites import simulate_sites
 from steelyard.simulate.step import simulate_step
-from steelyard.simulate.sweep import sweep
-from steelyard.simulate.workloads import WorkloadCache
 
 SMALL = """
 [cluster]
@@ -108,53 +104,29 @@ def test_a_folder_of_documents_is_read_and_counted(tmp_path: Path) -> None:
     assert sorted(cut.lengths.tolist()) == [10, 64, 64]
 
 
-def test_sites(tmp_path: Path) -> None:
-    text = '[sync]\nmode = "diloco"\nperiod = 50\ncompression = "int8"\n'
-    text += "".join(f'[[sites]]\nname = "{n}"\nspeed = {s}\nbytes_per_s = 1e10\n' for n, s in (("a", 1.0), ("b", 0.5)))
-    config = load(text + SMALL, tmp_path)
-    scenario = config.scenario()
-    cache = WorkloadCache(config.stream(scenario))
-    found = simulate_sites(config, cache, simulate_step(scenario, cache, batches=2))
-    assert found["tokens_per_s"] < found["tokens_per_s_without_links"]
-    assert found["sites"][0]["busy_share"] == pytest.approx(0.5, abs=0.05)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_policies_that_cut_documents_cut_them_at_any_number_of_stages(stage: int, tmp_path: Path) -> None:
+    """Two documents of 131,072 tokens: 65,536 are held at one stage, 32,768 at two, and packed chunks have 16,384."""
+    text = SMALL.replace("median = 1000", "lengths = [131072]").replace("tensor = 4", f"tensor = 4\nstage = {stage}")
+    text = text.replace("[run]", "[run]\nmicro_batches = 8")
+    kept = {}
+    for policy in ("packed", "per_document_cp", "wlb"):
+        config = load(text.replace("[run]", f'[run]\npolicy = "{policy}"'), tmp_path)
+        scenario = config.scenario()
+        kept[policy] = simulate_step(scenario, config.stream(scenario), batches=1).pairs_kept
+    assert kept["packed"] == kept["per_document_cp"] == pytest.approx(1 / 8, rel=1e-3)
+    assert kept["wlb"] == 1
+    balanced = load(text, tmp_path)
+    refused = r"131072 tokens, more than the \d+ that .* or documents.cut_at_chunks=true, which cuts it"
+    with pytest.raises(UsageError, match=refused):
+        balanced.stream(balanced.scenario())
+    with pytest.raises(UsageError, match=refused):  # the documents of a packed run, as `--policy all` compares them
+        simulate_step(balanced.scenario(), config.stream(scenario), batches=1)
+    cut = load(text + "cut_at_chunks = true\n", tmp_path)
+    assert simulate_step(cut.scenario(), cut.stream(cut.scenario()), batches=1).pairs_kept == kept["packed"]
 
 
-def test_advice_is_sorted_and_refusals_are_counted(tmp_path: Path) -> None:
-    config = load(SMALL.replace("nodes = 2", "nodes = 1"), tmp_path)
-    advice = advise(config, tokens_per_step=131072, limit=60, processes=1)
-    speeds = [e.tokens_per_s_per_device for e in advice.best if e.pairs_kept >= 0.95 and e.memory.verdict == "fits"]
-    assert speeds == sorted(speeds, reverse=True)
-    assert all(e.memory.verdict != "does not fit" for e in advice.best)
-    assert all(e.scenario.degrees.devices == 8 and e.tokens == 131072 for e in advice.best)
-    first = advice.outcomes[: len(advice.best)]
-    assert [o.tokens_per_s_per_device for o in first] == [e.tokens_per_s_per_device for e in advice.best]
-    assert [bool(o.refused) for o in advice.outcomes] == sorted(bool(o.refused) for o in advice.outcomes)
-    values = as_json(advice)
-    assert values["tried"] == len(advice.outcomes) <= 60
-    assert sum(r["configurations"] for r in values["refused"]) == sum(advice.refusals.values())
-    assert describe(advice.best[0].scenario) == values["best"][0]["configuration"]
-    with pytest.raises(UsageError, match="a document has 9000 tokens, more than tokens_per_step=8192; nearest: 9000"):
-        advise(load(SMALL.replace("median = 1000", "length = 9000"), tmp_path), tokens_per_step=8192)
-
-
-def test_advice_keeps_what_the_file_says(tmp_path: Path) -> None:
-    text = SMALL.replace("tensor = 4", "tensor = 4\nsequence_parallel = false\ngradient_overlap = false")
-    text = text.replace("[run]", "[run]\nskip_optimizer = true\nkeep_received = false\nhidden_gather = 0.5")
-    advice = advise(load(text, tmp_path), tokens_per_step=131072, limit=8, processes=1)
-    for outcome in advice.outcomes:
-        s = outcome.scenario
-        assert not (s.sequence_parallel or s.gradient_overlap or s.keep_received)
-        assert s.skip_optimizer
-        assert s.hidden_gather == 0.5
-    assert advice.kernel == "fa2"
-    with pytest.raises(UsageError, match=r"does not take cluster\.slow_ranks; leave it out"):
-        advise(load(SMALL.replace("nodes = 2", "nodes = 2\nslow_ranks = [1]"), tmp_path), tokens_per_step=131072)
-
-
-def test_processes_change_nothing(tmp_path: Path) -> None:
-    config = load(SMALL, tmp_path)
-    scenario, documents = config.scenario(), config.documents.documents(65536)
-    many = [scenario.replace(tolerance=0.01 * (1 + i % 3), recompute=r) for i in range(20) for r in ("none", "full")]
-    one = sweep(many, documents, batches=1, processes=1)
-    two = sweep(many, documents, batches=1, processes=2)
-    assert [o.step_time_s for o in one] == [o.step_time_s for o in two]
+def test_documents_of_a_distribution_are_cut_where_the_file_says(tmp_path: Path) -> None:
+    text = SMALL.replace("tensor = 4", "tensor = 4\nstage = 4").replace("sigma = 1.5", "sigma = 3\nlongest = 65536")
+    packed = load(text.replace("[run]", '[run]\npolicy = "packed"\nmicro_batches = 4'), tmp_path)
+    assert packed.stream(packed.scenario()).lengths.max() == 65536  # a chunk has 16,384, and packing cuts there

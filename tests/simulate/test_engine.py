@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steelyard.planner.schedules import interleaved, lockstep, one_f_one_b
 from steelyard.planner.schedules.schedule import Schedule, StageOp
-from steelyard.simulate.engine import IMBALANCE, Recording, Timeline, everybody, neighbours
+from steelyard.simulate.engine import IMBALANCE, LATE_TRANSFERS, Recording, Timeline, everybody, neighbours
 from steelyard.simulate.graph import HalfCosts, PassCosts, run_layers, run_lockstep, run_pipeline
 
 ZERO = np.zeros(2)
@@ -25,6 +25,62 @@ def test_waiting_is_split_into_transfer_and_slower_rank() -> None:
     assert line.waits_s[IMBALANCE].tolist() == [2.0, 0.0]
     total = line.busy_s["token_wise"] + line.waits_s["exchange"] + line.waits_s[IMBALANCE]
     assert total.tolist() == line.end_s.tolist()
+
+
+def test_who_waits_for_a_rank_is_told_whether_for_its_work_or_for_its_transfers() -> None:
+    """Both ranks work as long; the transfers of one take longer, and the other meets it at the next collective."""
+    line = Timeline((2,))
+    ready = line.compute("a", "token_wise", 1.0)
+    own = line.transfer("x", "exchange", np.array([0.5, 2.5]), [ready])
+    after = line.compute("b", "attention", 1.0, [own])
+    met = line.transfer("y", "exchange", 0.25, [after], together=everybody)
+    line.compute("c", "token_wise", 1.0, [met])
+    assert line.end_s.tolist() == [5.75, 5.75]
+    assert line.work_s.tolist() == [3.0, 3.0]
+    assert line.waits_s[LATE_TRANSFERS].tolist() == [2.0, 0.0]
+    assert line.waits_s[IMBALANCE].tolist() == [0.0, 0.0]
+    # Now the rank with slow transfers works two seconds longer as well, and the other one second longer than before.
+    line = Timeline((2,))
+    ready = line.compute("a", "token_wise", np.array([2.0, 3.0]))
+    own = line.transfer("x", "exchange", np.array([0.5, 2.5]), [ready])
+    met = line.transfer("y", "exchange", 0.25, [line.compute("b", "attention", 1.0, [own])], together=everybody)
+    line.compute("c", "token_wise", 1.0, [met])
+    assert line.waits_s[IMBALANCE].tolist() == [1.0, 0.0]
+    assert line.waits_s[LATE_TRANSFERS].tolist() == [2.0, 0.0]
+
+
+def test_work_that_others_waited_for_stands_on_their_chain_too() -> None:
+    """Rank 1 works longer in the first part and rank 0 in the second: each waits for the other's work once."""
+    line = Timeline((2,))
+    for costs in ([1.0, 3.0], [3.0, 1.0]):
+        done = line.compute("a", "token_wise", np.array(costs))
+        met = line.transfer("x", "exchange", 0.5, [done], together=everybody)
+        line.compute("b", "attention", 0.0, [met])
+    assert line.end_s.tolist() == [7.0, 7.0]
+    assert line.work_s.tolist() == [6.0, 6.0]
+    assert line.waits_s[IMBALANCE].tolist() == [2.0, 2.0]
+    assert line.waits_s[LATE_TRANSFERS].tolist() == [0.0, 0.0]
+
+
+COSTS = st.lists(st.floats(0.0, 4.0), min_size=2, max_size=2)
+
+
+@given(st.integers(1, 4), COSTS, COSTS, COSTS, COSTS, st.booleans())
+def test_every_second_of_a_pass_has_one_cause(
+    layers: int, local: list[float], received: list[float], out: list[float], back: list[float], pong: bool
+) -> None:
+    one = half(local, received, out, back)
+    times = run_layers(PassCosts((one, one) if pong else (one,), "servers", everybody), layers, (2,))
+    seconds = sum([*times.busy_s.values(), *times.waits_s.values()], ZERO)
+    assert seconds == pytest.approx(times.duration_s)
+    assert all(waited.min() >= 0 for waited in times.waits_s.values())
+    assert np.all(times.chain_work_s <= times.duration_s + 1e-9)
+    # With equal transfers nobody is late for them, and with equal work nobody is late for that. (Local work would hide
+    # equal transfers on one rank more than on the other.)
+    same = PassCosts((half(0.0, received, max(out), max(back)),), "servers", everybody)
+    assert run_layers(same, layers, (2,)).waits_s.get(LATE_TRANSFERS, ZERO) == pytest.approx(ZERO)
+    even = PassCosts((half(0.0, max(received), out, back),), "servers", everybody)
+    assert run_layers(even, layers, (2,)).waits_s.get(IMBALANCE, ZERO) == pytest.approx(ZERO)
 
 
 def test_transfers_of_a_stream_queue_and_hide_under_work() -> None:

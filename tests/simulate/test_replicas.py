@@ -75,6 +75,24 @@ def test_a_server_link_is_shared() -> None:
     assert many.busy[0] < alone.busy[0]
 
 
+def test_a_slow_link_holds_up_its_own_replica_and_no_other_at_a_server() -> None:
+    """The events of years of fast replicas beside one that hardly moves are not played through, either."""
+    crawl = WideLink(0.0, 1e4)
+    sites = [Site("a", np.array([1.0]), 1000, FAST), Site("b", np.array([1.0]), 1000, crawl)]
+    found = simulate_replicas(sites, SyncMode("parameter_server"), 1e8)
+    assert found.busy[0] == pytest.approx(1.0, abs=0.01)
+    assert found.busy[1] < 0.01
+    assert found.tokens_per_s == pytest.approx(1000, rel=0.01)
+
+
+def test_gossip_is_as_fast_as_the_slower_of_two_links() -> None:
+    """Of three sites one has a slow link: it delays its own exchanges, and every second of the others'."""
+    slow = WideLink(0.0, 1e8)
+    sites = [Site(name, np.array([1.0]), 1000, link) for name, link in (("a", FAST), ("b", FAST), ("c", slow))]
+    found = simulate_replicas(sites, SyncMode("gossip"), 1e8)
+    assert found.busy == pytest.approx((1 / 3, 1 / 3, 1 / 5), rel=0.01)
+
+
 def test_gossip_never_waits_for_others() -> None:
     found = run(SyncMode("gossip", fraction=0.1, overlap=1), slow=10.0)
     assert found.waiting_share == 0

@@ -102,6 +102,84 @@ def test_balancing_helps_where_work_is_uneven_and_not_where_it_is_even() -> None
     assert run(even, policy="balanced").step_time_s == pytest.approx(run(even).step_time_s, rel=0.01)
 
 
+def test_waiting_for_transfers_is_no_waiting_for_work() -> None:
+    """A balanced step over slow links waits for transfers, whoever's; with links as fast as memory for none."""
+    slow = run(policy="balanced", profile=H200.replace(node_size=1, network_bytes_per_s=2e9))
+    assert slow.shares["late transfers"] > 5 * slow.shares["imbalance"] > 0
+    assert slow.exposed_comm_share > slow.shares["late transfers"] + slow.shares["exchange"]
+    slow_s, own_s = (e.shares["imbalance"] * e.step_time_s for e in (slow, run(policy="balanced")))
+    assert slow_s < 4 * own_s  # of a step that takes seven times as long
+    quick = H200.replace(node_bytes_per_s=1e15, network_bytes_per_s=1e15)
+    fast = run(policy="balanced", profile=quick).shares
+    assert fast["late transfers"] < 0.005
+
+
+def test_lanes_of_a_pipeline_wait_for_work_and_not_for_equal_transfers() -> None:
+    lengths = int_column([32768] + [512] * 192)
+    giant = Documents("giant", lengths, "batches", (lengths,))
+    found = run(giant, batches=1, degrees=Degrees(data=2, stage=2), micro_batches=2)
+    assert found.shares["imbalance"] > 0.05
+    assert found.shares["late transfers"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_site_s_speed_is_all_of_its_time() -> None:
+    half = run(speed=0.5)
+    assert half.step_time_s == pytest.approx(2 * run().step_time_s)
+    assert half.mfu == pytest.approx(run().mfu / 2)
+    spans, slow = (sampled_trace(scenario(speed=s), WorkloadCache(MIXED), ranks=(0,))[0] for s in (1.0, 0.5))
+    assert slow[-1].end_s == pytest.approx(2 * spans[-1].end_s)
+    stages = {"degrees": Degrees(data=4, stage=2), "micro_batches": 4}
+    whole, slower = (pipeline_trace(scenario(speed=s, **stages), WorkloadCache(MIXED)) for s in (1.0, 0.5))
+    assert slower[1][-1].end_s == pytest.approx(2 * whole[1][-1].end_s)
+
+
+def test_suggestions_are_better_or_not_made() -> None:
+    """What fits gets faster ones; what does not, one that fits, or else what needs less memory."""
+    uneven = WorkloadCache(MIXED)
+    fits = simulate_step(scenario(policy="balanced", kernel="fa3", layout="chosen"), uneven, batches=2)
+    for s in next_configurations(fits, uneven, batches=2, seed=0, count=9):
+        assert s.verdict == "fits"
+        assert s.step_time_s < fits.step_time_s / 1.009
+    big = scenario(model=model_shape("llama3-8b"), degrees=Degrees(), policy="balanced", chunk_tokens=8192)
+    alone = simulate_step(big, WorkloadCache(uniform_documents(8192)), batches=1)
+    assert alone.memory.verdict == "does not fit"
+    less = next_configurations(alone, WorkloadCache(uniform_documents(8192)), batches=1, seed=0)
+    assert less
+    assert all(s.verdict == "does not fit" and "GiB" in s.reason for s in less)
+    rescued = run(chunk_tokens=65536, policy="balanced")
+    assert rescued.memory.verdict != "fits"
+    first, *_ = next_configurations(rescued, uneven, batches=1, seed=0)
+    assert first.verdict == "fits"
+
+
+@pytest.mark.parametrize(("data", "batches"), [(8, 4), (2048, 2), (8192, 1)])
+def test_suggestions_for_thousands_of_devices_are_compared_over_fewer_batches(
+    data: int, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = WorkloadCache(uniform_documents(4096))
+    estimate = simulate_step(scenario(degrees=Degrees(data=data)), cache)
+    asked = set()
+
+    def refuse(*_: object, batches: int, seed: int) -> StepEstimate:
+        asked.add(batches)
+        raise UsageError("not now")
+
+    monkeypatch.setattr("steelyard.simulate.answer.simulate_step", refuse)
+    assert next_configurations(estimate, cache, batches=8, seed=0) == []
+    assert asked == {batches}
+
+
+def test_what_cuts_documents_is_told_of_what_does_not() -> None:
+    lengths = int_column([131072, *[512] * 256])
+    giant = Documents("giant", lengths, "batches", (lengths,))
+    cache = WorkloadCache(giant)
+    packed = simulate_step(scenario(), cache, batches=1)
+    assert packed.pairs_kept < 0.5
+    changes = next_configurations(packed, cache, batches=1, seed=0)
+    [balanced] = [s for s in changes if s.change == "policy = balanced"]
+    assert "with 100% of the pairs, not" in balanced.reason
+
+
 def test_overhead_can_eat_the_gain() -> None:
     """A simulator that never predicts a loss is wrong."""
     slow = run(policy="balanced", exchange_overhead_s=0.02)
@@ -242,6 +320,24 @@ def test_a_pipeline_s_trace_is_the_step_that_was_estimated() -> None:
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
 
 
+def test_a_trace_without_a_pipeline_ends_when_the_core_of_the_step_does() -> None:
+    """Nobody waits between passes. Attention takes 2.5 times as long in backward and the rest twice, so that a slow
+    rank may be the last in forward, and one with a long document in backward."""
+    lengths = int_column([32768, *[512] * 448])
+    given = Documents("given", lengths, "batches", (lengths,))
+    model = model_shape("llama3-8b")
+    alike = simulate_step(scenario(model=model), given, batches=1)
+    token_wise_s = alike.shares["token_wise"] * alike.step_time_s / model.layers / 3
+    long_s, short_s = alike.rank_work_s[0], alike.rank_work_s[7]
+    slower = 1 + 1.1 * (long_s - short_s) / (token_wise_s + short_s)
+    axes = scenario(model=model, speeds=(1.0,) * 7 + (1 / slower,))
+    estimate = simulate_step(axes, given, batches=1)
+    once_s = H200.step_overhead_s
+    once_s += estimate.step_time_s * sum(estimate.shares[n] for n in ("gradient reduction", "optimizer"))
+    spans = sampled_trace(axes, WorkloadCache(given))
+    assert max(s.end_s for own in spans.values() for s in own) == pytest.approx(estimate.step_time_s - once_s)
+
+
 def test_a_lockstep_trace_shows_a_tick_in_which_all_stages_work() -> None:
     axes = scenario(degrees=Degrees(data=4, stage=2), micro_batches=4, policy="balanced")
     cache = WorkloadCache(MIXED)
@@ -292,6 +388,13 @@ def test_dispatched_attention_is_kept_whatever_is_recomputed() -> None:
     packed = run(recompute="full").memory.activations
     kept = MODEL.query_width * 2 + 4 * MODEL.heads
     assert full.memory.activations - packed == pytest.approx(32768 * MODEL.layers * kept)
+
+
+def test_without_ranks_to_share_a_document_per_document_cp_is_packed() -> None:
+    one, other = run(), run(policy="per_document_cp")
+    assert (one.step_time_s, one.shares, one.memory) == (other.step_time_s, other.shares, other.memory)
+    several = {"micro_batches": 3}
+    assert run(policy="per_document_cp", **several).pairs_kept > run(**several).pairs_kept  # it cuts fewer
 
 
 def test_gathered_keys_that_are_not_kept_are_gathered_again() -> None:

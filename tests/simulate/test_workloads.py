@@ -14,6 +14,7 @@ from steelyard.cost.profiles import load_profile
 from steelyard.domain.arrays import int_column
 from steelyard.domain.shapes import LLAMA3_8B
 from steelyard.errors import UsageError
+from steelyard.simulate import workloads
 from steelyard.simulate.documents import (
     Documents,
     cut_at_multiples,
@@ -134,3 +135,16 @@ def test_distributions() -> None:
     lengths = lognormal_documents(1000, 1.0, 4000).lengths
     assert int(lengths.max()) == 4000
     assert 900 < float(np.median(lengths)) < 1100
+
+
+@pytest.mark.parametrize("changes", [{"stage": 3}, {"nano_batches": 2}, {"stage": 2, "nano_batches": 2}, {"data": 8}])
+def test_processes_plan_the_same_rounds(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(policy="balanced", micro_batches=3, **changes)
+    alone = WorkloadCache(STREAM).work(asked)
+    assert len(alone.tokens) == 2 * asked.rounds
+    monkeypatch.setattr(workloads, "MANY", 1)
+    shared = WorkloadCache(STREAM, processes=3).work(asked)
+    for name in ("tokens", "squares", "pairs", "whole_pairs"):
+        assert getattr(alone, name).tolist() == getattr(shared, name).tolist()
+    assert alone.received.blocks.tolist() == shared.received.blocks.tolist()
+    assert [c.tolist() for c in alone.key_in] == [c.tolist() for c in shared.key_in]

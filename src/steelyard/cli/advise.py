@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,13 @@ from steelyard.errors import UsageError
 from steelyard.settings import load_toml
 from steelyard.simulate.advise import advise, as_json, describe, reason_for
 from steelyard.simulate.config import SimulateConfig
+from steelyard.simulate.worker_processes import cores
 
 DESCRIPTION = """\
-Try the configurations that a model, a cluster and a number of tokens per step allow, and show the best ones with their
-reasons, and how many were refused and why. CONFIG.toml is one of `simulate`; degrees, policy, micro-batches, ping-pong,
-recomputation and sharding in it are not kept, since they are what is searched. Mixed devices, slow ranks, shard_ranks
-and sites are refused."""
+Search the configurations that a model, a cluster and a number of tokens per step allow, and show the best ones with
+their reasons, and how many were refused and why. What by bounds cannot be among the best is not tried. CONFIG.toml is
+one of `simulate`; degrees, policy, micro-batches, ping-pong, recomputation and sharding in it are not kept, since they
+are what is searched. Mixed devices, slow ranks, shard_ranks and sites are refused."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AdviseFlags:
     tokens_per_step: int | None = None
     """Tokens of a step; None: those of the configuration in the file."""
     limit: int = 1000
-    """Most configurations to try."""
+    """Most configurations to try; if there are more that might be among the best, those that promise most are tried."""
     processes: int | None = None
     """Worker processes; None: one per core."""
     plot: Path | None = None
@@ -53,11 +53,16 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
     check_picture(flags.plot)
     tokens = flags.tokens_per_step or config.scenario().tokens_per_step
     with command_output(as_json=flags.json) as output:
-        advice = advise(config, tokens_per_step=tokens, limit=flags.limit, processes=flags.processes or _cores())
+        advice = advise(config, tokens_per_step=tokens, limit=flags.limit, processes=flags.processes or cores())
         say = partial(output.console.print, markup=False, soft_wrap=True)
-        tried, rest = len(advice.outcomes), f"; --limit left out {advice.untried:,} more" if advice.untried else ""
+        tried = len(advice.outcomes)
         say(f"{tokens:,} tokens a step, attention kernel {advice.kernel}")
-        say(f"{tried:,} configuration{'s' * (tried != 1)} tried{rest}; {advice.fit:,} of them fit")
+        say(f"{tried:,} configuration{'s' * (tried != 1)} tried; {advice.fit:,} of them fit")
+        if advice.slower:
+            say(f"{advice.slower:,} more not tried: by bounds of their memory and time they cannot be among the best")
+        if advice.untried:
+            left = f"{advice.untried:,} more left out by --limit {flags.limit:,}"
+            say(f"{left}: they promise less than those that were tried, but any of them may be better")
         for place, e in enumerate(advice.best, start=1):
             low, high = e.band_s
             say(
@@ -69,6 +74,8 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
             say(f"   {reason_for(e)}")
         if not advice.best:
             say("no configuration fits; the nearest needs more devices or a smaller step")
+        for suggestion in advice.next:
+            say(f"try next: {suggestion.change} ({suggestion.reason})")
         for reason, count in advice.refusals.items():
             say(f"refused: {count:,} × {reason}")
         values = as_json(advice)
@@ -85,10 +92,6 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
         finally:  # what was found is told even where the disk has no room for a picture
             output.result(values)
     return 0 if advice.best else 1
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _default(argv: Sequence[str]) -> AdviseFlags:

@@ -156,19 +156,27 @@ def gaps(spans: Iterable[Span], start_s: float, end_s: float) -> list[tuple[floa
     return found
 
 
-def write_perfetto(path: str | Path, spans_by_rank: Mapping[int, Sequence[Span]]) -> None:
+def write_perfetto(
+    path: str | Path,
+    spans_by_rank: Mapping[int, Sequence[Span]],
+    *,
+    name_of: Callable[[int], str] = "rank {}".format,
+) -> None:
     """Write the spans of all ranks as Chrome trace events; gzip-compressed if `path` ends in `.gz`.
 
     A rank becomes a process and each of its tracks a named thread. Times count from the earliest span of all ranks, so
     the clocks of the ranks must agree. Spans of one thread must nest for a viewer to draw them as they were: where two
     overlap without nesting the later one moves to a second thread of the same track. Spans of `ASYNC_TRACKS` are
     asynchronous events, which may overlap at will.
+
+    Args:
+        name_of: what the process of a rank is called.
     """
     origin_s = min((s.start_s for spans in spans_by_rank.values() for s in spans), default=0.0)
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for rank in sorted(spans_by_rank):
-        metadata.append(_metadata(rank, 0, "process_name", name=f"rank {rank}"))
+        metadata.append(_metadata(rank, 0, "process_name", name=name_of(rank)))
         metadata.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
         thread = 0
         for track in ordered_tracks(spans_by_rank[rank]):

@@ -27,17 +27,18 @@ p{margin:.3rem 0} .muted,figcaption,dt,th{color:var(--muted)} .kicker{color:var(
 border-radius:.3rem}
 .fits{--tone:#009E73;--dark:#006B4E}.tight{--tone:#E69F00;--dark:#7A5400}.unfit{--tone:#D55E00;--dark:#A34700}
 .verdict{font-size:1.35rem;font-weight:700;color:var(--dark)} .sentence{font-size:1.1rem}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(13rem,1fr));gap:.8rem;margin:1rem 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(11rem,1fr));gap:.8rem;margin:1rem 0}
 .card{border:1px solid var(--rule);border-radius:.3rem;padding:.8rem 1rem;min-width:0}
 .card b{display:block;font-size:1.35rem;font-variant-numeric:tabular-nums} .card p{font-size:.9rem;color:var(--muted)}
 .next b{font-size:1.05rem} .bar{position:relative;height:.5rem;background:var(--rule);
 border-radius:.25rem;margin:.5rem 0}
 .bar i{position:absolute;top:0;bottom:0;border-radius:.25rem;background:var(--blue)}
 .bar u{position:absolute;top:-.2rem;bottom:-.2rem;width:2px;background:var(--ink)}
-figure{margin:1rem 0} figure div,.scroll{overflow-x:auto} figure img{display:block;width:100%;
-min-width:34rem;height:auto}
+figure{margin:1rem 0} .scroll{overflow-x:auto} figure img{display:block;width:100%;height:auto}
+@media (max-width:46rem){figure img{max-width:36rem}}
 table{border-collapse:collapse;font-size:.95rem} td,th{padding:.3rem 1.2rem .3rem 0;text-align:left;vertical-align:top;
-border-bottom:1px solid var(--rule);overflow-wrap:normal} th{font-weight:400} thead th{white-space:nowrap}
+border-bottom:1px solid var(--rule);overflow-wrap:normal} th{font-weight:400}
+thead th,thead~tbody th,thead~tbody td:not([colspan]){white-space:nowrap}
 td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap} tr.chosen td,tr.chosen th{font-weight:700}
 details{margin:1rem 0} summary{cursor:pointer;font-weight:700} ul{padding-left:1.2rem;margin:.4rem 0}
 @media print{body{max-width:none}figure{break-inside:avoid}}
@@ -52,11 +53,17 @@ _VERDICT = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the report, with what it is called and what it shows."""
+    """A picture of the report, with what it is called and what it shows.
+
+    Attributes:
+        path: of the PNG file for wide pages.
+        narrow: the same drawn for a phone, a PNG.
+    """
 
     heading: str
     caption: str
     path: Path
+    narrow: bytes
 
 
 def page(
@@ -69,7 +76,7 @@ def page(
     scenario = estimate.scenario
     title = f"{model_text(scenario.model)} on {scenario.degrees.devices} × {scenario.profile.name}"
     parts = [
-        f'<p class="kicker">Steelyard: a simulated training step</p><h1>{escape(title)}</h1>',
+        f'<p class="kicker">{escape(_kicker(values))}</p><h1>{escape(title)}</h1>',
         f'<p class="muted">{escape(_configuration(estimate, values))}</p>',
         _answer(estimate, values),
         _next(values["next"]),
@@ -85,6 +92,15 @@ def page(
     )
     body = "\n".join(p for p in parts if p)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def _kicker(values: Mapping[str, Any]) -> str:
+    """With sites the page is about one replica, at the site to look at first."""
+    if "replicas" not in values:
+        return "Steelyard: a simulated training step"
+    return (
+        f"Steelyard: a simulated training step of one of {len(values['replicas']['sites'])} replicas, {values['site']}"
+    )
 
 
 def _configuration(estimate: StepEstimate, values: Mapping[str, Any]) -> str:
@@ -162,7 +178,7 @@ def _policies(estimate: StepEstimate, compared: Mapping[str, StepEstimate | str]
     if len(compared) < 2:
         return ""
     heads = (
-        "policy", "step", "tokens/s per device", "waiting for others", "exposed transfers", "bubble", "pairs kept",
+        "policy", "step", "tokens/s per device", "waiting for work", "exposed transfers", "bubble", "pairs kept",
         "memory",
     )  # fmt: skip
     rows = []
@@ -192,23 +208,29 @@ def _replicas(replicas: Mapping[str, Any] | None) -> str:
         return ""
     sites = "".join(
         f'<tr><th>{escape(s["name"])}</th><td class="n">{_time(s["step_time_s"])}</td>'
-        f'<td class="n">{s["busy_share"]:.0%}</td></tr>'
+        f'<td class="n">{s["busy_share"]:.0%}</td><td>{escape(s["device"])}</td>'
+        f'<td>{escape(s["verdict"])}</td><td class="n">{s["memory_gib_by_rank_max"]:.0f} of '
+        f"{s['memory_capacity_gib']:.0f} GiB</td></tr>"
         for s in replicas["sites"]
     )
     text = (
         f"<p>{len(replicas['sites'])} sites under {escape(replicas['mode'])}: {replicas['tokens_per_s']:,.0f} tokens a "
-        f"second together, {replicas['exposed_share']:.1%} of the time in exposed transfers, "
+        f"second together, a step in {_time(replicas['step_time_s'])}, "
+        f"{replicas['exposed_share']:.1%} of the time in exposed transfers, "
         f"{replicas['waiting_share']:.1%} waiting for others.</p>"
     )
-    head = "<thead><tr><th>site</th><th>step</th><th>at work</th></tr></thead>"
+    names = ("site", "step alone", "at work", "device", "memory", "")
+    head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>"
     return _section("Sites", f'{text}<div class="scroll"><table>{head}<tbody>{sites}</tbody></table></div>', "sites")
 
 
 def _figure(picture: Picture) -> str:
-    data = base64.b64encode(picture.path.read_bytes()).decode()
+    wide, narrow = (base64.b64encode(png).decode() for png in (picture.path.read_bytes(), picture.narrow))
     alt = escape(f"{picture.heading}: {picture.caption}")
-    image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
-    figure = f"<figure><div>{image}</div><figcaption>{escape(picture.caption)}</figcaption></figure>"
+    image = f'<img alt="{alt}" src="data:image/png;base64,{wide}">'
+    source = f'<source media="(max-width:46rem)" srcset="data:image/png;base64,{narrow}">'
+    caption = f"<figcaption>{escape(picture.caption)}</figcaption>"
+    figure = f"<figure><picture>{source}{image}</picture>{caption}</figure>"
     return _section(picture.heading, figure, picture.path.stem)
 
 

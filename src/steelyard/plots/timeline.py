@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 
 from steelyard.domain.units import format_time
 from steelyard.errors import UsageError
@@ -16,10 +18,14 @@ from steelyard.plots.style import (
     DOCUMENT_COLORS,
     IDLE,
     INK,
-    MUTED,
     TRACK_COLORS,
     TRACK_LABELS,
+    WIDE_IN,
+    laid_out,
+    legend_below,
+    panel_title,
     picture,
+    text_width,
 )
 
 _LANE, _STRIP = (0.06, 0.66), (0.77, 0.13)
@@ -32,6 +38,10 @@ def step_timeline(
     *,
     title: str | None = None,
     note: str = "",
+    lane: Callable[[int], str] = "rank {}".format,
+    since: str = "the step began",
+    pairs_kept: Mapping[str, float] | None = None,
+    width_in: float = WIDE_IN,
 ) -> None:
     """Draw one step of every rank, one panel below another on one time axis, coloured by track.
 
@@ -39,6 +49,9 @@ def step_timeline(
 
     Args:
         panels: {"packed": {rank: spans}, "balanced": {rank: spans}}; each panel's time starts at its first span.
+        lane: the name of a rank.
+        since: what happens at time 0.
+        pairs_kept: by panel, the share of the attention work that is left where documents are cut.
 
     Raises:
         UsageError: no panel, or one without spans.
@@ -50,30 +63,46 @@ def step_timeline(
         )
     length_s = {name: _length_s(spans_by_rank) for name, spans_by_rank in panels.items()}
     lanes = sum(max(2.0, len(spans_by_rank)) for spans_by_rank in panels.values())
-    height_in = 1.7 + 0.45 * len(panels) + min(0.62 * lanes, 7.0)
-    with picture(path, height_in=height_in, title=title or _finding(length_s), note=note) as figure:
+    height_in = 1.2 + 0.45 * len(panels) + min(0.62 * lanes, 7.0)
+    with picture(path, width_in=width_in, height_in=height_in, title=title or _finding(length_s), note=note) as figure:
         rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=[*map(len, panels.values())])
-        for axes, (name, spans_by_rank) in zip(rows[:, 0], panels.items(), strict=True):
-            _draw_panel(axes, spans_by_rank, length_s[name])
-            axes.set_title(
-                f"{name}: {_busy_share(spans_by_rank, length_s[name]):.0%} of device time is work", loc="left", pad=7
-            )
-        rows[-1, 0].set_xlabel("seconds since the step began")
+        rows[-1, 0].set_xlabel(f"seconds since {since}")
         rows[-1, 0].set_xlim(0, max(length_s.values()) * 1.005)
-        tracks = [
-            t for t in TRACK_COLORS if any(s.track == t for p in panels.values() for ss in p.values() for s in ss)
-        ]
-        documents = _documents(panels)
-        handles = [Patch(color=TRACK_COLORS[t], label=TRACK_LABELS[t]) for t in tracks]
-        if documents:
-            handles = [h for h in handles if h.get_label() != TRACK_LABELS["attention"]]
-            handles += [Patch(color=_document_color(d), label=_document_label(d, n)) for d, n in documents.items()]
-        handles.append(Patch(color=IDLE, label="idle"))
-        columns = len(handles) if len(handles) <= 5 else 4
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, labelcolor=MUTED, columnspacing=1.6)
+        drawn = []
+        for axes, (name, spans_by_rank) in zip(rows[:, 0], panels.items(), strict=True):
+            _draw_panel(axes, spans_by_rank, length_s[name], lane)
+            text = f"{name}: {_busy_share(spans_by_rank, length_s[name]):.0%} of device time is work"
+            if (kept := (pairs_kept or {}).get(name, 1.0)) < _WHOLE:
+                text += f", on {kept:.0%} of the pairs"
+            drawn.append((axes, text, length_s[name]))
+        legend_below(figure, _legend(panels), most=4)
+        laid_out(figure)
+        for axes, text, end_s in drawn:
+            _write_length(axes, panel_title(axes, text, pad=_TITLE_PAD), end_s)
 
 
-def _draw_panel(axes: Axes, spans_by_rank: Mapping[int, Sequence[Span]], length_s: float) -> None:
+_TITLE_PAD = 7.0
+"""Points between a panel and its title."""
+_WHOLE = 0.995
+"""A larger share of the pairs is told as all of them."""
+
+
+def _legend(panels: Mapping[str, Mapping[int, Sequence[Span]]]) -> list[Patch]:
+    """Tracks, then documents, as far as they occur."""
+    every = [span for panel in panels.values() for spans in panel.values() for span in spans]
+    occurring, documents = {s.track for s in every}, _documents(panels)
+    handles = [Patch(color=TRACK_COLORS[t], label=TRACK_LABELS[t]) for t in TRACK_COLORS if t in occurring]
+    if documents:
+        handles = [h for h in handles if h.get_label() != TRACK_LABELS["attention"]]
+        handles += [Patch(color=_document_color(d), label=_document_label(d, n)) for d, n in documents.items()]
+        if -1 not in documents and any(s.track == "attention" and "document" not in s.args for s in every):
+            handles.append(Patch(color=ATTENTION, label=_document_label(-1, 0)))
+    return [*handles, Patch(color=IDLE, label="idle")]
+
+
+def _draw_panel(
+    axes: Axes, spans_by_rank: Mapping[int, Sequence[Span]], length_s: float, name: Callable[[int], str]
+) -> None:
     origin_s = _origin_s(spans_by_rank)
     for lane, rank in enumerate(sorted(spans_by_rank)):
         axes.broken_barh([(0, length_s)], (lane + _LANE[0], _LANE[1]), color=IDLE, linewidth=0)
@@ -87,16 +116,38 @@ def _draw_panel(axes: Axes, spans_by_rank: Mapping[int, Sequence[Span]], length_
                 bars = [(start_s - origin_s, end_s - start_s) for start_s, end_s in _merged(alike, length_s / 4000)]
                 axes.broken_barh(bars, (lane + bottom, height), color=own_color, linewidth=0)
     axes.axvline(length_s, color=INK, linewidth=1.2)
-    axes.annotate(
-        format_time(length_s), (length_s, 0), xytext=(-5, 4), textcoords="offset points", ha="right", va="bottom",
-        color=INK, fontweight="bold",
-    )  # fmt: skip
     ranks = sorted(spans_by_rank)
     step = max(1, len(ranks) // 16)
     axes.set_yticks([i + _LANE[0] + _LANE[1] / 2 for i in range(0, len(ranks), step)])
-    axes.set_yticklabels([f"rank {ranks[i]}" for i in range(0, len(ranks), step)])
+    axes.set_yticklabels([name(ranks[i]) for i in range(0, len(ranks), step)])
     axes.set_ylim(len(ranks), 0)
     axes.spines["left"].set_visible(False)
+
+
+def _write_length(axes: Axes, title: Text, length_s: float) -> None:
+    """The length beside the line at its end: above the bars where the panel's title leaves room on either side of the
+    line, else right of the line where the shorter step leaves room, else above the bars with the title one line
+    higher."""
+    figure = axes.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    text, gap = format_time(length_s), 5 * figure.dpi / 72
+    width = text_width(figure, text, fontweight="bold")
+    line = float(axes.transData.transform((length_s, 0))[0])
+    taken, right = float(title.get_window_extent().x1), float(axes.get_window_extent().x1)
+    beside = line + gap + width <= right
+    if line - gap - width > taken + gap:
+        at, side, row = (-5, 4), "right", "bottom"
+    elif beside and line > taken:
+        at, side, row = (5, 4), "left", "bottom"
+    elif beside:
+        at, side, row = (5, -4), "left", "top"
+    else:
+        at, side, row = (-5, 4), "right", "bottom"
+        axes.set_title(title.get_text(), loc="left", pad=_TITLE_PAD + 16)
+    label = axes.annotate(
+        text, (length_s, 0), xytext=at, textcoords="offset points", ha=side, va=row, color=INK, fontweight="bold"
+    )
+    label.set_in_layout(False)
 
 
 def _document_color(document: object, otherwise: str = ATTENTION) -> str:

@@ -9,15 +9,35 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from steelyard.errors import UsageError
-from steelyard.plots.style import ATTENTION, IDLE, INK, MUTED, TOKEN_WISE, horizontal_grid, picture
+from steelyard.plots.style import (
+    ATTENTION,
+    IDLE,
+    INK,
+    TOKEN_WISE,
+    WIDE_IN,
+    horizontal_grid,
+    laid_out,
+    legend_below,
+    panel_title,
+    picture,
+)
 
 _LABELLED_RANKS = 12
 """With more ranks than this, numbers above the bars would touch; only the largest keeps its own."""
+_CLOSE_RANKS = 8
+"""With more ranks than this, the numbers are smaller."""
 _LABEL_WIDTH = 0.2
 """Of a number above a bar, as part of a panel, with something to spare."""
+_SIDE_BY_SIDE_IN = 6.0
+"""Of a narrower picture, the panels stand below each other."""
+_HALO = (Stroke(linewidth=3.0, foreground="white"), Normal())
 _SINGLE_BARS = 200
 """With more ranks than this, bars are narrower than a pixel or two, and one outline is drawn instead of all of them."""
 
@@ -30,8 +50,12 @@ def work_per_rank(
     share: Sequence[float] | None = None,
     token_wise: Sequence[float] | None = None,
     names: tuple[str, str] = ("packed", "balanced"),
+    quantity: str = "work",
+    rank_name: str = "rank",
+    pairs_kept: tuple[float, float] = (1.0, 1.0),
     title: str | None = None,
     note: str = "",
+    width_in: float = WIDE_IN,
 ) -> None:
     """Draw the core-attention work of every rank before and after balancing, side by side on one scale.
 
@@ -43,6 +67,10 @@ def work_per_rank(
         share: a rank's fair part of the work, where ranks are not equally fast; None: the mean.
         token_wise: work of the token-wise layers of each rank, in the same unit, drawn below; None: left out.
         names: of the two panels.
+        quantity: what `before` and `after` measure.
+        rank_name: what a rank is.
+        pairs_kept: by panel, the share of the attention work that is left where documents are cut.
+        width_in: of the picture; the panels of a narrow one stand below each other.
 
     Raises:
         UsageError: no rank, or columns of different lengths, or no work at all.
@@ -65,18 +93,26 @@ def work_per_rank(
     whose = "the mean" if share is None else "its share of the"
     if title is None:
         most = [float(t.max()) for t in totals]
-        title = f"{names[0].capitalize()}, the busiest rank has {most[0]:.2f}× {whose} work; {names[1]}, {most[1]:.2f}×"
-    with picture(path, height_in=4.2, title=title, note=note) as figure:
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, name, (work, below), total in zip(panels, names, heights, totals, strict=True):
+        title = f"{names[0].capitalize()}, the busiest rank has {most[0]:.2f}× {whose} {quantity}"
+        title += f"; {names[1]}, {most[1]:.2f}×"
+    rows = 1 if width_in > _SIDE_BY_SIDE_IN else 2
+    height_in = 3.9 if rows == 1 else 6.4
+    with picture(path, width_in=width_in, height_in=height_in, title=title, note=note) as figure:
+        panels = figure.subplots(rows, 3 - rows, sharey=True)
+        for axes, (work, below), total in zip(panels, heights, totals, strict=True):
             draw_work_panel(axes, work, below, total)
-            waiting = 1 - total.mean() / total.max()
-            time = "attention time" if token_wise is None else "device time"
-            axes.set_title(f"{name}: {waiting:.0%} of {time} is waiting", loc="left", pad=8)
             axes.set_ylim(0, top * 1.14)
         fair_name = "mean" if share is None else "its share"
-        panels[0].set_ylabel(f"work of the rank, × {fair_name}")
+        for axes in panels[:1] if rows == 1 else panels:
+            axes.set_ylabel(f"{quantity}, × {fair_name}")
+        for axes in panels:
+            axes.set_xlabel(rank_name)
         draw_work_legend(panels[1], with_base=token_wise is not None, fair_name=fair_name)
+        laid_out(figure)
+        for axes, name, total, kept in zip(panels, names, totals, pairs_kept, strict=True):
+            time = "attention time" if token_wise is None else "device time"
+            cut = "" if kept > 0.995 else f" ({kept:.0%} of the pairs)"
+            panel_title(axes, f"{name}{cut}: {1 - total.mean() / total.max():.0%} of {time} is waiting", pad=8)
         figure.align_ylabels()
 
 
@@ -96,7 +132,6 @@ def draw_work_panel(
     for i in np.flatnonzero(~np.isnan(total)) if ranks <= _LABELLED_RANKS else [int(np.nanargmax(total))]:
         busiest = total[i] == highest
         side = _side_of_label(int(i), ranks)
-        on_pale = highest - total[i] > 0.1 * highest
         axes.annotate(
             f"{total[i]:.2f}{sign}",
             (i, total[i]),
@@ -106,8 +141,9 @@ def draw_work_panel(
             va="bottom",
             color=INK,
             fontweight="bold" if busiest else "normal",
+            fontsize=8.5 if _CLOSE_RANKS < ranks <= _LABELLED_RANKS else None,
             zorder=4,
-            bbox={"facecolor": IDLE if on_pale else "white", "edgecolor": "none", "pad": 1.2},
+            path_effects=_HALO,
         )
     horizontal_grid(axes)
     axes.set_xlabel("rank")
@@ -136,14 +172,11 @@ def _draw_bars(axes: Axes, height: npt.NDArray[np.float64], bottom: npt.NDArray[
 
 
 def draw_work_legend(axes: Axes, *, with_base: bool, fair_name: str = "mean") -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     handles: list[Patch | Line2D] = [Patch(color=ATTENTION, label="core attention")]
     if with_base:
         handles.append(Patch(color=TOKEN_WISE, label="token-wise layers"))
     handles.append(Patch(color=IDLE, label="waiting for the busiest rank"))
     handles.append(Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label=fair_name))
     figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), labelcolor=MUTED)
+    assert isinstance(figure, Figure)
+    legend_below(figure, handles)

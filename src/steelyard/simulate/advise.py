@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from steelyard.cost.peak_memory import CHUNKED_SHARE
 from steelyard.cost.profiles import load_profile
 from steelyard.errors import UsageError
-from steelyard.simulate.answer import CAUSES
+from steelyard.simulate.answer import CAUSES, Suggestion
 from steelyard.simulate.config import SimulateConfig
 from steelyard.simulate.documents import Documents
 from steelyard.simulate.scenario import Scenario
-from steelyard.simulate.step import StepEstimate, simulate_step
-from steelyard.simulate.sweep import Outcome, SearchSpace, base_scenario, candidates, outcome_from, spread_evenly, sweep
-from steelyard.simulate.workloads import WorkloadCache
+from steelyard.simulate.search import LAST, Search, place_at_best, place_of
+from steelyard.simulate.step import StepEstimate
+from steelyard.simulate.sweep import Outcome, SearchSpace, base_scenario, candidates, outcome_from
 
 FINALISTS = 8
-KEPT = 0.95
-"""Configurations that cut so many documents that less than this of the attention work is left come last: they compute
-another function."""
+WORTH = 1.02
+"""What is offered beside the search must be this many times as fast as the best."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +31,22 @@ class Advice:
         outcomes: all configurations that were tried: those of `best` first, in its order, refused ones last. What is
             in `best` was estimated over all batches, everything else over few of them.
         unfit: reasons of those that were refused without trying, with their number.
-        untried: how many more there are that the limit left out.
+        slower: how many were not tried because, whatever their plans, they cannot be among the best over few batches.
+        untried: how many more there are that the limit left out: those that promise least.
         best: estimates of those that fit and are fastest, over all batches, best first.
         documents: the stream.
+        kernel: attention kernel generation of all of them.
+        next: choices outside the search that would make the best one faster, or any fit.
     """
 
     outcomes: list[Outcome]
     unfit: dict[str, int]
+    slower: int
     untried: int
     best: list[StepEstimate]
     documents: Documents
+    kernel: str
+    next: list[Suggestion] = field(default_factory=list)
 
     @property
     def fit(self) -> int:
@@ -48,9 +54,9 @@ class Advice:
         return sum(not o.refused for o in self.outcomes)
 
     @property
-    def kernel(self) -> str:
-        """Attention kernel generation of all of them."""
-        return (self.best[0].scenario if self.best else self.outcomes[0].scenario).kernel_name
+    def configurations(self) -> int:
+        """All that there are: tried, refused without trying, too slow for the list, and left out."""
+        return len(self.outcomes) + sum(self.unfit.values()) + self.slower + self.untried
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -103,41 +109,77 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
             f"advise: no configuration of {devices} devices has {tokens_per_step} tokens a step ({reasons}); nearest: "
             f"a multiple of {devices * 128}"
         )
-    seed = config.sampling.seed
-    outcomes = sweep(spread_evenly(tried, limit), documents, seed=seed, processes=processes)
-    outcomes.sort(key=_place)
-    best, late = _best_of(outcomes, WorkloadCache(documents), batches=config.sampling.batches, seed=seed)
-    done = len(best) + len(late)
-    ordered = sorted([*late, *outcomes[done:]], key=_place)
+    search = Search(tried, documents, seed=config.sampling.seed, processes=processes, limit=limit)
+    with search:
+        best, late = _best_of(search, config.sampling.batches)
+    rescue = None if base.chunked_loss else _chunked_loss(search, best, documents, config.sampling.batches, processes)
+    again = {number for number, _ in [*best, *late]}
+    others = [(number, outcome) for number, outcome in search.outcomes.items() if number not in again]
+    rest = sorted([*((n, outcome_from(e)) for n, e in late), *others], key=lambda found: (place_of(found[1]), found[0]))
+    unfit["does not fit in memory"] += len(search.refused)
     return Advice(
-        [*map(outcome_from, best), *ordered], dict(unfit), len(tried) - len(outcomes), best, documents
-    )  # fmt: skip
+        outcomes=[*(outcome_from(e) for _, e in best), *(outcome for _, outcome in rest)],
+        unfit=dict(+unfit),
+        slower=search.slower,
+        untried=search.untried,
+        best=[estimate for _, estimate in best],
+        documents=documents,
+        kernel=base.kernel_name,
+        next=[rescue] if rescue else [],
+    )
 
 
-def _place(outcome: Outcome) -> tuple[bool, bool, bool, float]:
-    """What sorts the best first: it fits, computes all of the attention, fits surely, is fast."""
-    o = outcome
-    return bool(o.refused), o.pairs_kept < KEPT, o.verdict != "fits", -o.tokens_per_s_per_device
-
-
-def _best_of(
-    outcomes: Sequence[Outcome], cache: WorkloadCache, *, batches: int, seed: int
-) -> tuple[list[StepEstimate], list[Outcome]]:
+def _best_of(search: Search, batches: int) -> tuple[list[tuple[int, StepEstimate]], list[tuple[int, StepEstimate]]]:
     """The first ones estimated over all batches, best first, until there are enough that fit; and those among them that
-    turn out not to fit, since a later batch has more in memory."""
-    best: list[tuple[Outcome, StepEstimate]] = []
-    late: list[Outcome] = []
-    for outcome in outcomes:
-        if outcome.refused or len(best) == FINALISTS:
+    turn out not to fit, since a later batch has more in memory. All with their numbers."""
+    found: dict[int, StepEstimate] = {}
+    want = FINALISTS
+    while True:
+        search.run(want)
+        first = [number for number, outcome in search.ranking()[:want] if not outcome.refused]
+        found |= search.estimates([number for number in first if number not in found], batches)
+        late = [(n, e) for n, e in found.items() if e.memory.verdict == "does not fit"]
+        if len(first) < want or want - len(late) >= FINALISTS:
             break
-        estimate = simulate_step(outcome.scenario, cache, batches=batches, seed=seed)
-        again = outcome_from(estimate)
-        if again.refused:
-            late.append(again)
-        else:
-            best.append((again, estimate))
-    best.sort(key=lambda pair: _place(pair[0]))
-    return [estimate for _, estimate in best], late
+        want = FINALISTS + len(late)
+    best = [(n, e) for n, e in found.items() if e.memory.verdict != "does not fit"]
+    return sorted(best, key=lambda pair: (place_of(outcome_from(pair[1])), pair[0])), late
+
+
+def _chunked_loss(
+    search: Search, best: Sequence[tuple[int, StepEstimate]], documents: Documents, batches: int, processes: int
+) -> Suggestion | None:
+    """What fits, and is better than all that do, once the loss is computed chunk by chunk, which takes no longer.
+
+    Tried are those that do not fit, or only tightly, and promise more than the best.
+    """
+    most = LAST
+    if best:
+        refused, cuts, tight, seconds = place_of(outcome_from(best[0][1]))
+        most = refused, cuts, tight, seconds / WORTH
+    tried = [(o.scenario, None) for o in search.outcomes.values() if o.verdict in ("tight", "does not fit")]
+    twins = []
+    for scenario, at_best in [*((r.scenario, r.at_best) for r in search.refused), *tried]:
+        if at_best is None or place_at_best(at_best.with_chunked_loss()) < most:
+            twins.append(scenario.replace(chunked_loss=True))
+    room = search.limit - len(search.outcomes)
+    if not twins or room < 1:
+        return None
+    with Search(twins, documents, seed=search.seed, processes=processes, limit=room, ahead=4) as other:
+        other.run(1)
+        first = [number for number, outcome in other.ranking()[:1] if place_of(outcome) < most]
+        if not first:
+            return None
+        found = other.estimates(first, batches)[first[0]]
+    if not place_of(outcome_from(found)) < most:
+        return None
+    speed, verdict = found.tokens_per_s_per_device, "fits" if found.memory.verdict == "fits" else "fits tightly"
+    gain = f"{speed / best[0][1].tokens_per_s_per_device:.2f}× the speed of the best above, " if best else "then it "
+    saved = found.memory.logits * (1 / CHUNKED_SHARE - 1) / 2**30
+    return Suggestion(
+        f"run.chunked_loss = true: {describe(found.scenario)}", found.step_time_s, speed, found.memory.verdict,
+        f"the logits take {saved:.0f} GiB less: {gain}{verdict}",
+    )  # fmt: skip
 
 
 def _refuse_ignored(config: SimulateConfig) -> None:
@@ -210,6 +252,9 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "tried": len(advice.outcomes),
         "fit": advice.fit,
         "untried": advice.untried,
+        "slower": advice.slower,
+        "configurations": advice.configurations,
         "refused": [{"reason": r, "configurations": n} for r, n in advice.refusals.items()],
+        "next": [s.__dict__ for s in advice.next],
         "sampler": f"{advice.documents.name}, {advice.documents.sampler}",
     }  # fmt: skip

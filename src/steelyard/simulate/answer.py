@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard.cost.peak_memory import MemoryEstimate, Verdict
 from steelyard.domain.model_shape import ModelShape
+from steelyard.domain.units import format_bytes
 from steelyard.errors import UsageError
 from steelyard.simulate.documents import Documents
-from steelyard.simulate.engine import IMBALANCE
+from steelyard.simulate.engine import IMBALANCE, LATE_TRANSFERS
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate, simulate_step
 from steelyard.simulate.workloads import WorkloadCache
@@ -21,12 +23,20 @@ CAUSES: Mapping[str, str] = {
     "tensor transfers": "exposed transfers of the tensor axis",
     "exchange": "exposed exchange of queries, keys or outputs",
     "sharded parameters": "exposed gathering of sharded parameters",
-    IMBALANCE: "waiting for the rank with most work",
+    LATE_TRANSFERS: "waiting for a rank whose transfers take longer",
+    IMBALANCE: "waiting for a rank that works longer",
     "pipeline bubble": "pipeline bubble",
     "gradient reduction": "exposed reduction of gradients",
     "optimizer": "optimizer step",
     "overhead": "host and launch overhead",
 }
+
+
+MOST_PLANNED = 4096
+"""Plans times ranks for which a suggestion is simulated; the answer for thousands of devices is not to wait for it."""
+VERDICTS: Sequence[Verdict] = ("fits", "tight", "does not fit")
+LEAST_GAIN, LEAST_LESS, LESS_CUT = 1.01, 0.99, 0.02
+"""A suggestion is faster by a hundredth at least, needs less memory by one, or leaves two more of the pairs."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ def as_json(
         "mfu_causal": estimate.mfu_causal,
         "memory_gib_by_rank_max": memory.expected / 2**30,
         "memory_band_gib": [memory.low / 2**30, memory.high / 2**30],
+        "memory_capacity_gib": memory.capacity / 2**30,
         "memory_parts_gib": {k: v / 2**30 for k, v in memory.parts().items()},
         "verdict": memory.verdict,
         "dominant": dominant_cause(estimate),
@@ -97,6 +108,8 @@ def as_json(
         "exposed_comm_share": estimate.exposed_comm_share,
         "split": dict(estimate.shares),
         "pairs_kept": estimate.pairs_kept,
+        "device": estimate.scenario.profile.name,
+        "devices": estimate.scenario.degrees.devices,
         "policy": estimate.scenario.policy,
         "kernel": estimate.scenario.kernel_name,
         "degrees": str(estimate.scenario.degrees),
@@ -111,31 +124,53 @@ def as_json(
 def next_configurations(
     estimate: StepEstimate, cache: WorkloadCache, *, batches: int, seed: int, count: int = 2
 ) -> list[Suggestion]:
-    """The best configurations one step away, with as many devices and tokens: what they would do, and why."""
-    found: list[tuple[float, Suggestion]] = []
+    """The best configurations one step away, with as many devices and tokens: what they would do, and why.
+
+    Fewer than `count`, or none, where no more are known to be better.
+    """
+    found: list[tuple[tuple[float, ...], Suggestion]] = []
     base = estimate.scenario
+    planned = base.degrees.lanes * base.degrees.stage * base.micro_batches * base.nano_batches
+    few = max(1, min(batches, 4, MOST_PLANNED // planned))
     for change, reason, scenario in neighbours_of(base):
         try:
-            other = simulate_step(scenario, cache, batches=min(batches, 4), seed=seed)
+            other = simulate_step(scenario, cache, batches=few, seed=seed)
         except UsageError:
             continue
-        verdict = other.memory.verdict
         gain = float(estimate.step_s[: len(other.step_s)].mean()) / other.step_time_s  # on the same batches
-        worth = gain - (2.0 if verdict == "does not fit" else 0.0) + (2.0 if _rescues(estimate, verdict) else 0.0)
+        whole = other.pairs_kept > estimate.pairs_kept + LESS_CUT
+        worth = _worth(estimate.memory, other.memory, gain, whole=whole)
+        if worth is None:
+            continue
+        verdict = other.memory.verdict
+        memory = f" ({format_bytes(other.memory.expected)})" if verdict == "does not fit" else ""
+        cut = f" with {other.pairs_kept:.0%} of the pairs, not {estimate.pairs_kept:.0%}" if whole else ""
         suggestion = Suggestion(
             change, other.step_time_s, other.tokens_per_s_per_device, verdict,
-            f"{reason}: {gain:.2f}× the speed, {verdict}",
+            f"{reason}: {gain:.2f}× the speed{cut}, {verdict}{memory}",
         )  # fmt: skip
         found.append((worth, suggestion))
-    found.sort(key=lambda f: -f[0])
+    found.sort(key=lambda f: f[0], reverse=True)
     of_kind: dict[str, Suggestion] = {}  # two values of one choice would crowd out another
     for _, suggestion in found:
         of_kind.setdefault(suggestion.change.partition(" = ")[0], suggestion)
     return list(of_kind.values())[:count]
 
 
-def _rescues(estimate: StepEstimate, verdict: str) -> bool:
-    return estimate.memory.verdict != "fits" and verdict == "fits"
+def _worth(own: MemoryEstimate, other: MemoryEstimate, gain: float, *, whole: bool) -> tuple[float, ...] | None:
+    """By what suggestions are ordered, more is better; None: no reason to try it.
+
+    Worth a try is what fits better, and what fits as well and is faster. Where nothing fits, it is what needs less.
+
+    Args:
+        whole: it leaves more documents whole, and so computes what the other does not: that may take longer.
+    """
+    better = VERDICTS.index(own.verdict) - VERDICTS.index(other.verdict)
+    if better < 0 or (better == 0 and own.verdict != "does not fit" and gain < LEAST_GAIN and not whole):
+        return None
+    if other.verdict != "does not fit":
+        return better, gain
+    return (0.0, -other.expected) if other.expected < LEAST_LESS * own.expected else None
 
 
 def neighbours_of(base: Scenario) -> list[tuple[str, str, Scenario]]:

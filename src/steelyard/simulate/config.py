@@ -259,7 +259,7 @@ class SiteSection:
     name: str
     """Shown in reports."""
     device: str = ""
-    """Profile of its devices; empty: that of [cluster]."""
+    """Profile of its devices, as many as [cluster] has; empty: those of [cluster]."""
     speed: float = 1.0
     """Relative speed beside what the profile says."""
     round_trip_s: float = 0.05
@@ -352,6 +352,12 @@ class SimulateConfig:
     """Replicas at several sites, each one whole cluster as above."""
     sampling: SamplingSection = field(default_factory=SamplingSection)
 
+    def __post_init__(self) -> None:
+        names = [site.name for site in self.sites]
+        twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+        if twice is not None:
+            raise UsageError(f"sites: two are called {twice!r}; give each a name of its own")
+
     def devices(self) -> int:
         """Devices of one site."""
         profile = load_profile(self.cluster.device)
@@ -371,12 +377,13 @@ class SimulateConfig:
         data = p.data or max(1, devices // rest)
         return Degrees(data, p.tensor, p.context, p.stage, p.virtual_stages)
 
-    def scenario(self, *, policy: PolicyName | None = None, device: str = "") -> Scenario:
-        """The scenario of one site.
+    def scenario(self, *, policy: PolicyName | None = None, site: SiteSection | None = None) -> Scenario:
+        """The scenario of one site; None: of `[cluster]`.
 
         Raises:
             UsageError: something cannot be laid out; names the nearest valid choice.
         """
+        device = site.device if site is not None else ""
         profile, p, r = self._profile(device), self.parallel, self.run
         degrees = self.degrees()
         chosen = policy or r.policy
@@ -394,7 +401,8 @@ class SimulateConfig:
             ping_pong=r.ping_pong and chosen == "balanced", sequence_parallel=p.sequence_parallel, fused=r.fused,
             tensor_overlap=p.tensor_overlap, context_exchange=p.context_exchange, gradient_overlap=p.gradient_overlap,
             keep_received=r.keep_received, cut_documents=self.documents.cut_at_chunks, tolerance=r.tolerance,
-            speeds=self._speeds(profile, degrees), extra_overhead=r.extra_overhead, hidden_gather=r.hidden_gather,
+            speeds=self._speeds(profile, degrees, mixed=not device), speed=site.speed if site is not None else 1.0,
+            extra_overhead=r.extra_overhead, hidden_gather=r.hidden_gather,
             exchange_overhead_s=r.exchange_overhead_s, skip_optimizer=r.skip_optimizer, chunked_loss=r.chunked_loss,
             mixed_precision=r.mixed_precision, layout=r.layout,
         )  # fmt: skip
@@ -415,25 +423,26 @@ class SimulateConfig:
         if device or not groups:
             return profile
         others = [load_profile(group.device) for group in groups]
-        names = [name for name in dict.fromkeys(other.name for other in others) if name != profile.name]
+        names = list(dict.fromkeys(other.name for other in others))
         return profile.replace(
-            name=f"{profile.name} (for {' and '.join(names)} too)" if names else profile.name,
+            name=profile.name if names == [profile.name] else f"{' and '.join(names)} (reckoned as {profile.name})",
             memory_bytes=min(other.memory_bytes for other in others),
         )
 
-    def _speeds(self, profile: DeviceProfile, degrees: Degrees) -> tuple[float, ...]:
-        lanes = degrees.lanes
+    def _speeds(self, profile: DeviceProfile, degrees: Degrees, *, mixed: bool) -> tuple[float, ...]:
+        """Args: mixed: whether the devices are those of `cluster.groups`."""
+        lanes, groups = degrees.lanes, self.cluster.groups if mixed else ()
         bad = [r for r in self.cluster.slow_ranks if not 0 <= r < lanes]
         if bad:
             raise UsageError(f"cluster: slow_ranks holds {bad[0]}, expected ranks 0 … {lanes - 1} of data × context")
-        if not self.cluster.groups and not self.cluster.slow_ranks:
+        if not groups and not self.cluster.slow_ranks:
             return ()
         speeds = np.ones(lanes)
-        if self.cluster.groups:
+        if groups:
             rate = self.run.precision
             own = profile.peak_flops(rate) * profile.gemm_efficiency
             by_device: list[float] = []
-            for group in self.cluster.groups:
+            for group in groups:
                 other = load_profile(group.device)
                 relative = other.peak_flops(rate) * other.gemm_efficiency / own
                 by_device += [relative] * (group.nodes * other.node_size)
@@ -444,21 +453,22 @@ class SimulateConfig:
         return tuple(float(s) for s in speeds)
 
     def stream(self, scenario: Scenario) -> Documents:
-        """The documents, refused where one is longer than the context.
+        """The documents, refused where one is longer than the context, or has to stay whole and has no room.
 
         Raises:
             UsageError: names the longest document and what would hold it.
         """
         one_step = scenario.tokens_per_step
         held = scenario.degrees.lanes * scenario.chunk_tokens
-        context = self.documents.context_tokens or held
-        documents = self.documents.documents(min(context, one_step))
+        section = self.documents
+        context = section.context_tokens or (held if scenario.shares_documents else max(held, section.longest))
+        documents = section.documents(min(context, one_step))
         longest = self.check_context(documents)
-        if longest > held:
+        if longest > held and scenario.shares_documents:
             needed = -(-longest // scenario.degrees.lanes)
             raise UsageError(
                 f"documents: one has {longest} tokens, more than the {held} that data × context × chunk_tokens hold "
-                f"together; nearest: chunk_tokens={needed}"
+                f"together; nearest: chunk_tokens={needed}, or documents.cut_at_chunks=true, which cuts it"
             )
         self.check_number(documents, one_step, scenario)
         return documents

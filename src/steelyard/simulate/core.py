@@ -11,13 +11,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from steelyard.cost.collectives import send_s
+from steelyard.cost.collectives import all_gather_s, group_of, send_s
 from steelyard.cost.linear import head_s
 from steelyard.cost.peak_memory import stage_layers
 from steelyard.domain.arrays import FloatArray
 from steelyard.planner.schedules import Schedule, interleaved, lockstep, one_f_one_b
 from steelyard.planner.schedules.schedule import Phase
-from steelyard.simulate.engine import IMBALANCE
+from steelyard.simulate.engine import IMBALANCE, LATE_TRANSFERS, divided_wait
 from steelyard.simulate.graph import PassTimes, run_layers, run_lockstep, run_pipeline
 from steelyard.simulate.passes import HalfWork, LayerPrices, slowness
 from steelyard.simulate.scenario import Scenario
@@ -61,9 +61,24 @@ def _single_stage(scenario: Scenario, prices: LayerPrices, halves: Sequence[Half
     parts: Parts = {"head": head.mean(axis=-1).sum(axis=-1) * repeat}
     for times in (forward, backward):
         _add_times(times, parts, repeat)
-    core_s = by_rank.max(axis=-1)
-    parts[IMBALANCE] = parts.get(IMBALANCE, 0.0) + core_s - by_rank.mean(axis=-1)
-    return core_s, parts
+    chain_work = (forward.chain_work_s + backward.chain_work_s + head).sum(axis=1) * repeat
+    return _until_the_last(by_rank, by_rank - chain_work, parts), parts
+
+
+def _until_the_last(end_s: FloatArray, transfers_s: FloatArray, parts: Parts) -> FloatArray:
+    """When all are done, float64 (batches,); the waiting until then goes to its parts.
+
+    Args:
+        end_s: when each rank or lane is, float64 (batches, ranks).
+        transfers_s: how much of that are transfers, by which it may be later than others.
+    """
+    last = end_s.argmax(axis=-1)[:, None]
+    core_s = np.take_along_axis(end_s, last, axis=-1)
+    more_transfers = np.take_along_axis(transfers_s, last, axis=-1) - transfers_s
+    by_transfers, by_work = divided_wait(core_s - end_s, more_transfers)
+    for name, waited in ((IMBALANCE, by_work), (LATE_TRANSFERS, by_transfers)):
+        parts[name] = parts.get(name, 0.0) + waited.mean(axis=-1)
+    return core_s[:, 0]
 
 
 def stage_schedule(scenario: Scenario) -> Schedule:
@@ -75,12 +90,18 @@ def stage_schedule(scenario: Scenario) -> Schedule:
 
 
 def stage_transfer_s(scenario: Scenario) -> float:
-    """One micro-batch's activations to the next stage."""
-    degrees = scenario.degrees
+    """One micro-batch's activations to the next stage.
+
+    Each device of the tensor axis sends an equal part; where all of them need the whole, they gather it inside the node
+    (scatter/gather, Narayanan et al. 2021, section 4.1; DeepSpeed's partitioned pipeline buffers).
+    """
+    degrees, profile = scenario.degrees, scenario.profile
     size_bytes = scenario.nano_batches * scenario.chunk_tokens * scenario.model.hidden * 2
     inner = degrees.tensor * degrees.lanes
-    near = 2 * inner <= scenario.profile.node_size
-    return send_s(size_bytes / (degrees.tensor if scenario.sequence_parallel else 1), scenario.profile, same_node=near)
+    part_s = send_s(size_bytes / degrees.tensor, profile, same_node=2 * inner <= profile.node_size)
+    if scenario.sequence_parallel:
+        return part_s
+    return part_s + all_gather_s(size_bytes, group_of(degrees.tensor, 1, profile.node_size), profile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +112,15 @@ class StageTimes:
         forward_s, backward_s: how long they take, the head on the last stage included.
         work_s: of that, work by phase and track: `compute`, which has the head, and `attention`. The rest is transfers
             and waiting.
+        transfers_s: of all passes of a stage together, how much of the chain of operations until a rank is done are
+            transfers (stages, batches, ranks).
         parts: where the passes' time goes, the head aside.
     """
 
     forward_s: FloatArray
     backward_s: FloatArray
     work_s: Mapping[tuple[Phase, str], FloatArray]
+    transfers_s: FloatArray
     parts: Parts
 
 
@@ -109,6 +133,7 @@ def stage_times(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWo
     repeat = scenario.micro_batches / shape[1]
     seconds = np.zeros((2, stages, chunks, shape[1], shape[0], shape[2]))
     work = {"compute": np.zeros_like(seconds), "attention": np.zeros_like(seconds)}
+    transfers = np.zeros((stages, shape[0], shape[2]))
     parts: Parts = {}
     for piece, count in enumerate(layers):
         stage, chunk = piece % stages, piece // stages
@@ -117,6 +142,7 @@ def stage_times(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWo
             seconds[phase, stage, chunk] = times.duration_s.swapaxes(0, 1)
             work["compute"][phase, stage, chunk] = times.busy_s["token_wise"].swapaxes(0, 1)
             work["attention"][phase, stage, chunk] = times.busy_s["attention"].swapaxes(0, 1)
+            transfers[stage] += (times.duration_s - times.chain_work_s).sum(axis=1) * repeat
             _add_times(times, parts, repeat / stages)
     head = head_forward_s(scenario, halves).swapaxes(0, 1)
     for table in (seconds, work["compute"]):
@@ -124,7 +150,7 @@ def stage_times(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWo
         table[1, -1, -1] += 2 * head
     phases: tuple[Phase, Phase] = ("forward", "backward")
     by_kind = {(phase, kind): table[i] for kind, table in work.items() for i, phase in enumerate(phases)}
-    return StageTimes(seconds[0], seconds[1], by_kind, parts)
+    return StageTimes(seconds[0], seconds[1], by_kind, transfers, parts)
 
 
 def _pipelined(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWork]) -> tuple[FloatArray, Parts]:
@@ -137,11 +163,10 @@ def _pipelined(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWor
         stage_schedule(scenario), times.forward_s, times.backward_s, stage_transfer_s(scenario)
     ).end_s  # fmt: skip
     by_lane = ends.max(axis=0)  # (batches, ranks): a lane is done when its slowest stage is
-    core_s: FloatArray = by_lane.max(axis=-1)
     busy = (times.forward_s + times.backward_s).sum(axis=(1, 2)) * repeat  # (stages, batches, ranks)
     parts["pipeline bubble"] = by_lane.mean(axis=-1) - busy.mean(axis=(0, 2))
-    parts[IMBALANCE] = parts.get(IMBALANCE, 0.0) + core_s - by_lane.mean(axis=-1)
-    return core_s, parts
+    # A lane goes through all stages, so it is later by what their passes have more of: transfers of the mean stage.
+    return _until_the_last(by_lane, times.transfers_s.mean(axis=0), parts), parts
 
 
 def _lockstep(scenario: Scenario, prices: LayerPrices, halves: Sequence[HalfWork]) -> tuple[FloatArray, Parts]:

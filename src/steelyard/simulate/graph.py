@@ -27,7 +27,7 @@ import numpy as np
 from steelyard.domain.arrays import FloatArray
 from steelyard.planner.schedules import LockstepSchedule, Schedule
 from steelyard.planner.schedules.schedule import StageOp
-from steelyard.simulate.engine import Operation, Recording, Timeline, Together, everybody
+from steelyard.simulate.engine import TENSOR_TRANSFERS, Operation, Recording, Timeline, Together, everybody
 
 Exchange: TypeAlias = Literal["none", "servers", "gather", "ring"]
 
@@ -75,9 +75,17 @@ class PassCosts:
 
 @dataclass(eq=False)
 class PassTimes:
-    """How long a pass takes on every rank, and where the time goes."""
+    """How long a pass takes on every rank, and where the time goes.
+
+    Attributes:
+        duration_s: until the rank is done.
+        chain_work_s: how much of that is work on the chain of operations that ends then, whoever did it; the rest are
+            transfers.
+        busy_s, waits_s: of the rank itself, by cause.
+    """
 
     duration_s: FloatArray
+    chain_work_s: FloatArray
     busy_s: dict[str, FloatArray]
     waits_s: dict[str, FloatArray]
 
@@ -109,7 +117,7 @@ def run_layers(
         if pong is not None:
             pong.finish(layer, layers, parameters)
         parameters.scatter(layer)
-    return PassTimes(timeline.end_s, timeline.busy_s, timeline.waits_s)
+    return PassTimes(timeline.end_s, timeline.work_s, timeline.busy_s, timeline.waits_s)
 
 
 class _Parameters:
@@ -149,6 +157,9 @@ class _Half:
         self.number, self.label = number, "ab"[number]
         self.sent: Operation | None = None
         self.returned: Operation | None = None
+        # Whether there is anything: the same for all ranks, which decide from the whole array.
+        self.sends, self.returns = bool(np.any(half.out)), bool(np.any(half.back))
+        self.launches, self.tensor = bool(np.any(half.launch_s)), bool(np.any(half.tensor_s))
 
     def begin(self, parameters: _Parameters) -> None:
         self._token_wise(0, self.half.first, parameters.needed(0), parameters, sides=1)
@@ -161,7 +172,7 @@ class _Half:
     def receive(self, layer: int) -> None:
         needs = [self.sent] if self.sent is not None and self.costs.exchange != "ring" else []
         done = self.timeline.compute(f"attention {layer}{self.label}", "attention", self.half.received, needs)
-        if self.costs.exchange in ("servers", "gather") and np.any(self.half.back):
+        if self.costs.exchange in ("servers", "gather") and self.returns:
             self.returned = self.timeline.transfer(
                 f"back {layer}{self.label}", "exchange", self.half.back, [done], together=self.costs.group
             )
@@ -169,7 +180,7 @@ class _Half:
             self.returned = self.sent
 
     def finish(self, layer: int, layers: int, parameters: _Parameters) -> None:
-        if np.any(self.half.launch_s):
+        if self.launches:
             self.timeline.compute(f"launches {layer}{self.label}", "launches", self.half.launch_s)
         needs = [self.returned] if self.returned is not None else []
         if layer + 1 == layers:
@@ -188,13 +199,13 @@ class _Half:
         self, layer: int, cost: FloatArray, needs: list[Operation], parameters: _Parameters, *, sides: int
     ) -> None:
         parameters.last = self.timeline.compute(f"token-wise {layer}{self.label}", "token_wise", cost, needs)
-        if np.any(self.half.tensor_s):
-            self.timeline.compute(f"tensor axis {layer}{self.label}", "tensor transfers", sides * self.half.tensor_s)
+        if self.tensor:
+            self.timeline.compute(f"tensor axis {layer}{self.label}", TENSOR_TRANSFERS, sides * self.half.tensor_s)
 
     def _send(self, layer: int) -> None:
-        if self.costs.exchange == "none" or not np.any(self.half.out):
-            return  # the same for all ranks: they decide from the whole array
-        ready = Operation(self.timeline.end_s, 0.0, "exchange")
+        if self.costs.exchange == "none" or not self.sends:
+            return
+        ready = self.timeline.now("exchange")
         self.sent = self.timeline.transfer(
             f"out {layer}{self.label}", "exchange", self.half.out, [ready], together=self.costs.group
         )

@@ -31,8 +31,6 @@ _ATTENTION_AGAIN: Mapping[Recompute, float] = {
 }  # fmt: skip
 _GATHER_AGAIN: Mapping[Recompute, float] = {"alternate": 0.5, "full": 1.0}
 """Share of layers whose gathered keys are not kept, so that backward gathers them once more."""
-GRADIENT_BYTES = 4
-"""Gradients are reduced in 32 bits, as Megatron-LM and torchtitan do."""
 TENSOR_LAUNCHES = 0.05
 """What collectives of a tensor axis add to a layer's launches; fitted together with the A100 profile's constants
 (benchmarks/fit_profiles.py). They wait in a queue behind the kernels of their own stream: the host hardly notices."""
@@ -224,7 +222,7 @@ def _sharded_s(scenario: Scenario) -> tuple[float, float]:
     wide = 2 if scenario.mixed_precision else 4
     return (
         all_gather_s(wide * held, group, scenario.profile),
-        reduce_scatter_s(GRADIENT_BYTES * held, group, scenario.profile),
+        reduce_scatter_s(scenario.gradient_bytes * held, group, scenario.profile),
     )
 
 

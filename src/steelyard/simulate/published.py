@@ -228,6 +228,11 @@ def _plain(table: str, number: int, point: Point) -> _Row:
 _DGXC_FITTED = {("llama3.1-8b", 8), ("llama3.1-70b", 64), ("nemotron4-15b", 16), ("gpt3-175b", 128)}
 
 
+_DGXC_16_BIT_GRADIENTS = ("gpt3-175b", "nemotron4-340b")
+"""Whose configuration files in the source say `grad_sync_dtype: bf16`; that of the 15B does not, and those of the Llama
+models were not found."""
+
+
 def _dgxc(table: str, number: int, point: Point) -> _Row:
     if "Paxml" in table:
         raise _ExcludedError("degrees and recomputation are not printed (Paxml)")
@@ -235,8 +240,9 @@ def _dgxc(table: str, number: int, point: Point) -> _Row:
         raise _ExcludedError("the recomputation policy is not printed, and without one it would not fit (MaxText)")
     recompute = "none"
     row = _row(
-        point, sharding="optimizer", recompute=recompute, kernel="cudnn", tensor_overlap=True, context_exchange="ring"
-    )
+        point, sharding="optimizer", recompute=recompute, kernel="cudnn", tensor_overlap=True, context_exchange="ring",
+        gradient_bytes=2 if point["model"] in _DGXC_16_BIT_GRADIENTS else 4,
+    )  # fmt: skip
     if "v24.11.1" in table and (point["model"], point["n_gpus"]) in _DGXC_FITTED:
         row.role = "fitted"
     return row
@@ -248,11 +254,18 @@ def _vtrain_shape(point: Point) -> ModelShape:
     )
 
 
+def _four_ports(profile: DeviceProfile) -> DeviceProfile:
+    """800 Gb/s a node, half of the profile's: `inter_node_bandwidth` in the configurations of the source's repository,
+    whose program also counts 2 bytes a parameter for gradients."""
+    return profile.replace(network_bytes_per_s=profile.network_bytes_per_s / 2)
+
+
 def _vtrain_multi(table: str, number: int, point: Point) -> _Row:
     row = _row(
         point, model=_vtrain_shape(point), device="a100", sharding="none", recompute="full", kernel="unfused",
-        sequence_parallel=False, gradient_overlap=False, fused=False,
+        sequence_parallel=False, gradient_overlap=False, gradient_bytes=2, fused=False,
     )  # fmt: skip
+    row.tune = _four_ports
     row.role = "fitted" if number % 4 == 0 else "held_out"
     row.group = f"{point['n_params_b']}B on {point['n_gpus']}, batch {point['global_batch']}"
     return row
@@ -261,7 +274,7 @@ def _vtrain_multi(table: str, number: int, point: Point) -> _Row:
 def _vtrain_single(table: str, number: int, point: Point) -> _Row:
     row = _row(
         point, model=_vtrain_shape(point), device="a100", sharding="none", recompute="full", kernel="unfused",
-        sequence_parallel=False, gradient_overlap=False, fused=False,
+        sequence_parallel=False, gradient_overlap=False, gradient_bytes=2, fused=False,
     )  # fmt: skip
     row.role = "fitted" if number % 48 == 0 else "held_out"
     row.group = f"h{point['hidden']} L{point['layers']} on {point['n_gpus']}, batch {point['global_batch']}"
@@ -285,8 +298,9 @@ def _megascale(table: str, number: int, point: Point) -> _Row:
         raise _ExcludedError("only MFU is printed, without degrees")
     model = gpt_shape("gpt-175b", 96, 12288, 128, 64000)
     return _row(
-        point, device="a100", model=model, sharding="optimizer", recompute="attention", kernel="unfused", fused=False
-    )
+        point, device="a100", model=model, sharding="optimizer", recompute="attention", kernel="unfused", fused=False,
+        gradient_overlap=False,  # its table 3 counts overlapped data parallelism among what MegaScale adds
+    )  # fmt: skip
 
 
 _MPT = {  # llm-foundry's configurations: layers, hidden, heads
@@ -438,7 +452,9 @@ def _nanotron(table: str, number: int, point: Point) -> _Row:
         raise _ExcludedError("the tensor axis leaves the node, which the simulator refuses")
     model = _NANOTRON[str(point["model"]).removeprefix("nanotron-llama-")]
     sharded = "optimizer" if point["zero"] == "zero1" else "none"
-    row = _row(point, model=model, sharding=sharded, kernel="fa2", gradient_overlap=False, fused=False)
+    row = _row(
+        point, model=model, sharding=sharded, kernel="fa2", gradient_overlap=False, fused=False, sliced_state=True
+    )
     row.tflops = float(point["mfu_pct"]) / 100 * 989
     row.memory_bytes = float(point["mem_gb"]) * GIB
     return row

@@ -21,6 +21,8 @@ from steelyard.errors import UsageError
 
 EVENT_STEPS = 200
 """Steps of the slowest replica that are played through."""
+MOST_EVENTS = 20_000
+"""Steps of all replicas together, where the slowest is so slow that it would make others' too many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +121,10 @@ def _gossip(sites: Sequence[Site], mode: SyncMode, payload: float) -> ReplicaEst
     busy, rates, exposed = [], [], []
     for site in sites:
         step_s = float(site.step_s.mean())
-        transfer_s = site.link.transfer_s(payload)
-        late_s = max(0.0, transfer_s - mode.overlap * step_s)
+        own_s = site.link.transfer_s(payload)
+        others_s = [other.link.transfer_s(payload) for other in sites if other is not site]
+        # With any of them in turn, as fast as the slower of the two links.
+        late_s = float(np.mean([max(0.0, max(own_s, s) - mode.overlap * step_s) for s in others_s]))
         busy.append(step_s / (step_s + late_s))
         rates.append(site.tokens / (step_s + late_s))
         exposed.append(late_s / (step_s + late_s))
@@ -130,12 +134,16 @@ def _gossip(sites: Sequence[Site], mode: SyncMode, payload: float) -> ReplicaEst
 
 
 def _events(sites: Sequence[Site], mode: SyncMode, payload: float, seed: int) -> ReplicaEstimate:
-    """Bounded staleness and parameter server: replicas at their own pace, transfers queued on the server's link."""
+    """Bounded staleness and parameter server: replicas at their own pace, transfers queued on the server's link.
+
+    The server stands at the site whose link is fastest. A slower link makes its own replica's transfer longer, and does
+    not hold up the others'.
+    """
     random = np.random.default_rng(seed)
     count = len(sites)
     done, busy_s, wait_s, exposed_s = [0] * count, [0.0] * count, [0.0] * count, [0.0] * count
     lead = mode.lead if mode.mode == "bounded_staleness" else EVENT_STEPS * 10**6
-    link = _slowest(sites)
+    server_rate = max(s.link.rate for s in sites)
     link_free_s = 0.0
     blocked: list[tuple[float, int]] = []
     queue: list[tuple[float, int, int, str]] = []  # time, order, site, what ended
@@ -151,12 +159,12 @@ def _events(sites: Sequence[Site], mode: SyncMode, payload: float, seed: int) ->
     for site in range(count):
         begin(site, 0.0)
     now_s = 0.0
-    while min(done) < EVENT_STEPS:
+    while min(done) < EVENT_STEPS and sum(done) < MOST_EVENTS:
         now_s, _, site, what = heapq.heappop(queue)
         if what == "step":
             start_s = max(now_s, link_free_s)
-            link_free_s = start_s + 2 * payload / link.rate  # what it sends, and what it gets back
-            arrives_s = link_free_s + link.round_trip_s
+            link_free_s = start_s + 2 * payload / server_rate  # what it sends, and what it gets back
+            arrives_s = start_s + sites[site].link.transfer_s(2 * payload)
             hidden_s = mode.overlap * float(sites[site].step_s.mean())
             resume_s = max(now_s, arrives_s - hidden_s)
             exposed_s[site] += resume_s - now_s

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from steelyard.cost.peak_memory import stage_layers
 from steelyard.observe.trace import Span
@@ -41,21 +44,29 @@ def sampled_trace(
     chosen = list(ranks) or list(range(0, shape[-1], max(1, shape[-1] // MOST_RANKS)))[:MOST_RANKS]
     count = layers or stage_layers(scenario.model.layers, scenario.degrees.stage)[0]
     found: dict[int, list[Span]] = {r: [] for r in chosen}
-    origin_s = 0.0
+    origin_s = np.zeros(shape[-1])
     for name, costs in (("forward", prices.forward), ("backward", prices.backward)):
         recordings = [Recording((0, turn, r)) for r in chosen]
         times = run_layers(costs, count, shape, recordings)
         for rank, recording in zip(chosen, recordings, strict=True):
+            begin_s = float(origin_s[rank])
             found[rank] += [
-                Span(f"{name} {s.name}", s.track, s.start_s + origin_s, s.end_s + origin_s) for s in recording.spans
+                Span(f"{name} {s.name}", s.track, s.start_s + begin_s, s.end_s + begin_s) for s in recording.spans
             ]
-        origin_s += float(times.duration_s[0, turn].max())
+        # Nobody waits between the two passes, but in lockstep, where all end a tick together.
+        lasted_s = times.duration_s[0, turn]
+        origin_s += lasted_s.max() if scenario.schedule_name == "lockstep" else lasted_s
         if head and name == "forward" and scenario.degrees.stage == 1:
             by_rank_s = 3 * head_forward_s(scenario, halves)[0, turn]
             for rank in chosen:
-                found[rank].append(Span("head and loss", "compute", origin_s, origin_s + float(by_rank_s[rank])))
-            origin_s += float(by_rank_s.max())
-    return found
+                begin_s = float(origin_s[rank])
+                found[rank].append(Span("head and loss", "compute", begin_s, begin_s + float(by_rank_s[rank])))
+            origin_s += by_rank_s
+    return {rank: [_at_speed(s, scenario.speed) for s in spans] for rank, spans in found.items()}
+
+
+def _at_speed(span: Span, speed: float) -> Span:
+    return span if speed == 1 else replace(span, start_s=span.start_s / speed, end_s=span.end_s / speed)
 
 
 def pipeline_trace(scenario: Scenario, cache: WorkloadCache, *, seed: int = 0) -> dict[int, list[Span]]:
@@ -79,4 +90,4 @@ def pipeline_trace(scenario: Scenario, cache: WorkloadCache, *, seed: int = 0) -
             begin_s += own_s
         if end_s - begin_s > 1e-12 * end_s:
             found[stage].append(Span(f"{name}: transfers and waiting", "wait", begin_s, end_s))
-    return found
+    return {stage: [_at_speed(s, scenario.speed) for s in spans] for stage, spans in found.items()}

@@ -38,6 +38,8 @@ class Scenario:
         tensor_overlap: transfers of the tensor axis run beside the products that they feed.
         context_exchange: how keys reach the ranks of the context axis.
         gradient_overlap: gradients are reduced while backward still runs.
+        gradient_bytes: of each parameter's gradient as it is reduced.
+        sliced_state: with a sharded optimizer, ranks own a slice of every tensor and copy each slice by itself.
         interleaved: virtual stages are used as the interleaved schedule (else 1F1B).
         keep_received: servers keep what they received until backward; else it is sent again.
         cut_documents: documents end with their chunk (balanced).
@@ -46,6 +48,7 @@ class Scenario:
         planner: of the balanced policy: ours, or `greedy`, the published idea, for comparisons.
         layout: of the balanced policy: documents fill rank after rank, or lie as the planner chooses (no pipeline).
         speeds: relative speed of each rank of data × context; () means equal.
+        speed: of all devices beside what the profile says: a step takes 1/speed times as long.
         extra_overhead: share of a step lost to what is not modelled; 0 by default, named in every report.
         hidden_gather: share of an exposed gather of keys that is hidden after all: a free constant of reproductions.
         exchange_overhead_s: of each dispatch to servers, per layer and direction, beside the transfer itself.
@@ -71,6 +74,8 @@ class Scenario:
     tensor_overlap: bool = False
     context_exchange: ContextExchange = "gather"
     gradient_overlap: bool = True
+    gradient_bytes: int = 4
+    sliced_state: bool = False
     keep_received: bool = True
     cut_documents: bool = False
     packing_breakpoint: int = 0
@@ -78,6 +83,7 @@ class Scenario:
     planner: Literal["balanced", "greedy"] = "balanced"
     layout: LayoutName = "contiguous"
     speeds: tuple[float, ...] = ()
+    speed: float = 1.0
     extra_overhead: float = 0.0
     hidden_gather: float = 0.0
     exchange_overhead_s: float = 0.0
@@ -98,8 +104,8 @@ class Scenario:
         lanes = self.degrees.lanes
         if self.speeds and len(self.speeds) != lanes:
             raise UsageError(f"scenario: {len(self.speeds)} speeds for {lanes} ranks of data × context; give one each")
-        if self.speeds and min(self.speeds) <= 0:
-            raise UsageError(f"scenario: speeds={self.speeds}, expected positive numbers")
+        if min((*self.speeds, self.speed)) <= 0:
+            raise UsageError(f"scenario: speeds={self.speeds}, speed={self.speed}, expected positive numbers")
         virtual, stages = self.degrees.virtual_stages, self.degrees.stage
         if virtual > 1 and stages == 1:
             raise UsageError(f"degrees: virtual_stages={virtual} with one stage; nearest: virtual_stages=1")
@@ -128,6 +134,15 @@ class Scenario:
     def keeps_received(self) -> bool:
         """Whether servers keep what they received; backward ticks of a lockstep pipeline run on other ranks."""
         return self.keep_received and self.schedule_name != "lockstep"
+
+    @property
+    def shares_documents(self) -> bool:
+        """Whether a document may lie on all ranks of data × context, so that they must hold it together.
+
+        Other policies cut documents where a group's tokens end, at any number of stages, or give a group as many tokens
+        as it needs.
+        """
+        return self.policy == "balanced" and not self.cut_documents
 
     @property
     def shards(self) -> int:

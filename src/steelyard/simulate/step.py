@@ -12,23 +12,25 @@ import numpy as np
 
 from steelyard.cost.collectives import all_gather_s, all_reduce_s, group_of, reduce_scatter_s
 from steelyard.cost.linear import model_flops, optimizer_s
-from steelyard.cost.peak_memory import MemoryEstimate, stage_parameters
+from steelyard.cost.peak_memory import MemoryEstimate, stage_layers, stage_parameters
 from steelyard.domain.arrays import FloatArray
+from steelyard.domain.degrees import Degrees
 from steelyard.simulate.core import Parts, run_core
 from steelyard.simulate.documents import Documents
-from steelyard.simulate.engine import IMBALANCE
+from steelyard.simulate.engine import IMBALANCE, LATE_TRANSFERS, TENSOR_TRANSFERS
 from steelyard.simulate.footprint import memory_estimate
-from steelyard.simulate.passes import GRADIENT_BYTES, HalfWork, LayerPrices, halves_of, layer_prices
+from steelyard.simulate.passes import HalfWork, LayerPrices, halves_of, layer_prices
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.workloads import RankWork, WorkloadCache, is_uniform
 
 PARTS = (
-    "token_wise", "attention", "head", "tensor transfers", "exchange", "sharded parameters", IMBALANCE,
+    "token_wise", "attention", "head", TENSOR_TRANSFERS, "exchange", "sharded parameters", LATE_TRANSFERS, IMBALANCE,
     "pipeline bubble", "gradient reduction", "optimizer", "overhead",
 )  # fmt: skip
 """Where device time goes; the shares of an estimate add up to 1."""
 USEFUL = ("token_wise", "attention", "head")
-EXPOSED = ("tensor transfers", "exchange", "sharded parameters", "gradient reduction")
+EXPOSED = (TENSOR_TRANSFERS, "exchange", "sharded parameters", LATE_TRANSFERS, "gradient reduction")
+"""What transfers cost, a rank's own and those of a rank that it waits for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,30 +144,76 @@ def _reduction_s(scenario: Scenario, backward_s: float, forward_s: float) -> flo
     held = max(stage_parameters(scenario.model, degrees, s) for s in range(degrees.stage))
     layers = max(1, scenario.model.layers // degrees.stage)
     if scenario.sharding == "none":
-        reduce_s, gather_s = all_reduce_s(GRADIENT_BYTES * held, group, profile), 0.0
+        reduce_s, gather_s = all_reduce_s(scenario.gradient_bytes * held, group, profile), 0.0
     else:
-        reduce_s = reduce_scatter_s(GRADIENT_BYTES * held, group, profile)
+        reduce_s = reduce_scatter_s(scenario.gradient_bytes * held, group, profile)
         gather_s = all_gather_s(2 * held, group, profile)
     if not scenario.gradient_overlap:
         return reduce_s + gather_s
-    return max(reduce_s / layers, reduce_s - backward_s) + max(gather_s / layers, gather_s - forward_s)
+    return _beyond(reduce_s, backward_s, layers, degrees) + _beyond(gather_s, forward_s, layers, degrees)
+
+
+def _beyond(transfer_s: float, pass_s: float, layers: int, degrees: Degrees) -> float:
+    """What is left of a stage's transfer once its passes are over (or, mirrored, before they begin).
+
+    Gradients are complete with a chunk's last backward pass. A stage with one chunk transfers them under that pass. The
+    interleaved schedule is done with the last chunk first: the passes of `stage` micro-batches, as many as go through a
+    chunk in turn, separate the ends of two chunks (Narayanan et al. 2021, section 2.2; Megatron Core starts each model
+    chunk's reduction at its last micro-batch). The transfers of all chunks follow each other on one stream.
+
+    Args:
+        transfer_s: of all chunks of the stage.
+        pass_s: of one micro-batch through one chunk.
+        layers: of the stage: the last one's transfer begins when everything else is over.
+    """
+    chunks = degrees.virtual_stages
+    late = (n * transfer_s / chunks - pass_s * (1 + (n - 1) * degrees.stage) for n in range(1, chunks + 1))
+    return max(transfer_s / layers, *late)
+
+
+LAYER_LAUNCHES = 15
+"""Launches that a profile's `layer_host_s` stands for."""
+LAYER_TENSORS, OTHER_TENSORS = 6, 3
+"""Parameters of a layer: two norms, projections of queries, keys and values together, of the output, of the gate and
+up together, and of down; beside the layers: embedding, head and last norm."""
+
+
+def _slices_s(scenario: Scenario) -> float:
+    """Copies of an optimizer that shards every tensor by itself: after gathering, one launch for each slice of each.
+
+    nanotron's ZeRO-1 does so (its `optim/zero.py` and `all_gather_coalesced`): tensors × ranks launches, not a bucket.
+    """
+    degrees = scenario.degrees
+    if not scenario.sliced_state or scenario.sharding != "optimizer" or degrees.lanes == 1:
+        return 0.0
+    tensors = LAYER_TENSORS * stage_layers(scenario.model.layers, degrees.stage)[0] + OTHER_TENSORS
+    return tensors * degrees.lanes * scenario.profile.layer_host_s / LAYER_LAUNCHES
+
+
+def once_a_step(scenario: Scenario, core_s: FloatArray) -> Parts:
+    """What comes beside the core, float64 (batches,): exposed reduction of gradients, optimizer and overhead.
+
+    Args:
+        core_s: of each batch. With a longer core more of the reduction hides, but never more than the core is longer.
+    """
+    degrees, profile = scenario.degrees, scenario.profile
+    passes = scenario.micro_batches * degrees.virtual_stages
+    once_s = float(core_s.mean()) / (3 * passes)  # a forward pass of one micro-batch through one chunk
+    reduction_s = np.full_like(core_s, _reduction_s(scenario, 2 * once_s, once_s))
+    held = max(stage_parameters(scenario.model, degrees, s) for s in range(degrees.stage))
+    shards = 1 if scenario.sharding == "none" else scenario.shards
+    optimizer = np.full_like(core_s, 0.0 if scenario.skip_optimizer else optimizer_s(held / shards, profile))
+    host_s = profile.step_overhead_s + _slices_s(scenario)
+    overhead = host_s + scenario.extra_overhead * (core_s + reduction_s + optimizer)
+    return {"gradient reduction": reduction_s, "optimizer": optimizer, "overhead": overhead}
 
 
 def _finish(
     scenario: Scenario, work: RankWork, halves: Sequence[HalfWork], prices: LayerPrices, core_s: FloatArray,
     parts: Parts, scale: float,
 ) -> StepEstimate:  # fmt: skip
-    degrees, profile = scenario.degrees, scenario.profile
-    passes = scenario.micro_batches * degrees.virtual_stages
-    once_s = float(core_s.mean()) / (3 * passes)  # a forward pass of one micro-batch through one chunk
-    parts["gradient reduction"] = np.full_like(core_s, _reduction_s(scenario, 2 * once_s, once_s))
-    held = max(stage_parameters(scenario.model, degrees, s) for s in range(degrees.stage))
-    shards = 1 if scenario.sharding == "none" else scenario.shards
-    optimizer = 0.0 if scenario.skip_optimizer else optimizer_s(held / shards, profile)
-    parts["optimizer"] = np.full_like(core_s, optimizer)
-    before = core_s + parts["gradient reduction"] + optimizer
-    parts["overhead"] = profile.step_overhead_s + scenario.extra_overhead * before
-    step_s = before + parts["overhead"]
+    parts.update(once_a_step(scenario, core_s))
+    step_s = core_s + parts["gradient reduction"] + parts["optimizer"] + parts["overhead"]
     parts["overhead"] = parts["overhead"] + parts.pop("launches", np.zeros_like(core_s))
     total = sum(np.mean(v) for v in parts.values())
     shares = {name: float(np.mean(parts.get(name, 0.0)) / total) for name in PARTS}
@@ -173,12 +221,12 @@ def _finish(
     first = prices.forward.halves[0]
     return StepEstimate(
         scenario=scenario,
-        step_s=step_s,
+        step_s=step_s / scenario.speed,
         shares=shares,
         memory=memory_estimate(scenario, halves),
         tokens=float(scenario.tokens_per_step),
         pairs=float(work.pairs.sum()) / batches * scale,
         squares=float(work.squares.sum()) / batches * scale,
         pairs_kept=min(1.0, float(work.pairs.sum() / work.whole_pairs.sum())),
-        rank_work_s=(first.local + first.received)[0, 0],
+        rank_work_s=(first.local + first.received)[0, 0] / scenario.speed,
     )

@@ -1,21 +1,17 @@
-"""Many configurations at once: which ones exist, what each does, and why others are refused."""
+"""Which configurations exist, what each does, and why others are refused."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steelyard.cost.peak_memory import Recompute
+from steelyard.cost.peak_memory import MemoryEstimate, Recompute
 from steelyard.cost.profiles import DeviceProfile, Precision
 from steelyard.domain.degrees import Degrees, Sharding
 from steelyard.domain.model_shape import ModelShape
 from steelyard.errors import SteelyardError
 from steelyard.simulate.answer import dominant_cause
-from steelyard.simulate.documents import Documents
 from steelyard.simulate.scenario import Scenario
 from steelyard.simulate.step import StepEstimate, simulate_step
 from steelyard.simulate.workloads import PolicyName, WorkloadCache
@@ -137,10 +133,7 @@ def outcome_of(scenario: Scenario, cache: WorkloadCache, *, batches: int, seed: 
 def outcome_from(estimate: StepEstimate) -> Outcome:
     """An estimate in short, refused where it does not fit."""
     memory = estimate.memory
-    refused = ""
-    if memory.verdict == "does not fit":
-        largest = max(memory.parts().items(), key=lambda part: part[1])
-        refused = f"does not fit: {memory.expected / 2**30:.0f} GiB, most of it {largest[0]}"
+    refused = does_not_fit(memory) if memory.verdict == "does not fit" else ""
     return Outcome(
         estimate.scenario, estimate.step_time_s, estimate.tokens_per_s_per_device, estimate.mfu_causal,
         memory.expected / 2**30, memory.verdict, dominant_cause(estimate), refused,
@@ -148,60 +141,10 @@ def outcome_from(estimate: StepEstimate) -> Outcome:
     )  # fmt: skip
 
 
-def spread_evenly(items: Sequence[Scenario], limit: int) -> list[Scenario]:
-    """At most `limit` of them, spread evenly in their order."""
-    if len(items) <= limit:
-        return list(items)
-    return [items[i * len(items) // limit] for i in range(limit)]
-
-
-def sweep(
-    scenarios: Sequence[Scenario], documents: Documents, *, batches: int = 2, seed: int = 0, processes: int = 2
-) -> list[Outcome]:
-    """Estimate all of them, over `processes` worker processes; the order is kept.
-
-    Configurations that need the same plans go to the same process, which plans once.
-    """
-    if processes <= 1 or len(scenarios) < 40:
-        cache = WorkloadCache(documents)
-        return [outcome_of(s, cache, batches=batches, seed=seed) for s in scenarios]
-    groups: dict[object, list[int]] = {}
-    for index, scenario in enumerate(scenarios):
-        groups.setdefault(scenario.request(batches, seed), []).append(index)
-    # Long lists first, so that no process ends with one of them.
-    lists = sorted(groups.values(), key=lambda m: (-scenarios[m[0]].micro_batches * len(m), m[0]))
-    tasks = [(documents, [scenarios[i] for i in members], batches, seed) for members in lists]
-    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
-    with _interrupts_held_back():
-        pool = context.Pool(min(processes, len(tasks)), _ignore_interrupts)
-    with pool:  # whatever happens here, its end ends the workers
-        found = [outcome for part in pool.map(_task, tasks, chunksize=1) for outcome in part]
-    by_index = dict(zip(itertools.chain(*lists), found, strict=True))
-    return [by_index[i] for i in range(len(scenarios))]
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C in here comes afterwards. What is started in here does not get it at all: a terminal sends it to all
-    processes of a command, and every worker would print a traceback."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _task(task: tuple[Documents, list[Scenario], int, int]) -> list[Outcome]:
-    documents, scenarios, batches, seed = task
-    cache = WorkloadCache(documents)
-    return [outcome_of(s, cache, batches=batches, seed=seed) for s in scenarios]
+def does_not_fit(memory: MemoryEstimate) -> str:
+    """The reason of a refusal."""
+    largest = max(memory.parts().items(), key=lambda part: part[1])
+    return f"does not fit: {memory.expected / 2**30:.0f} GiB, most of it {largest[0]}"
 
 
 def base_scenario(model: ModelShape, profile: DeviceProfile, precision: Precision) -> Scenario:

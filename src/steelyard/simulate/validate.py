@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,30 @@ def ranking(comparisons: Iterable[Comparison]) -> float | None:
         concordant += int(signs.sum())
         total += len(signs)
     return concordant / total if total else None
+
+
+def ranking_with_errors(
+    comparisons: Sequence[Comparison], mean_error: float, *, draws: int = 50, seed: int = 0
+) -> tuple[float, float]:
+    """The τ of a predictor whose errors are random: mean and standard deviation over `draws`.
+
+    It predicts what was measured times the exponential of a normal error, each row's independent of all others', of
+    which the mean absolute value is `mean_error`. Where measured times lie close together, small errors cost much τ.
+
+    Raises:
+        UsageError: no group has three members.
+    """
+    random = np.random.default_rng(seed)
+    spread = mean_error * float(np.sqrt(np.pi / 2))  # of a normal distribution with that mean absolute value
+    found = []
+    for _ in range(draws):
+        factors = np.exp(random.normal(0.0, spread, len(comparisons)))
+        drawn = [replace(c, predicted=c.measured * float(f)) for c, f in zip(comparisons, factors, strict=True)]
+        tau = ranking(drawn)
+        if tau is None:
+            raise UsageError("ranking: no group of three comparisons or more")
+        found.append(tau)
+    return float(np.mean(found)), float(np.std(found))
 
 
 def load_tables(folder: Path | None = None) -> dict[str, Mapping[str, Any]]:

@@ -9,7 +9,8 @@ depend neither on the device nor on the model, so a sweep plans once and prices 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -28,9 +29,14 @@ from steelyard.planner.layouts import choose_layout
 from steelyard.planner.tables import exchange_of, needs_exchange
 from steelyard.simulate.documents import Documents, cut_at_multiples
 from steelyard.simulate.packing import pack_by_work
+from steelyard.simulate.worker_processes import WorkerProcesses
 
 PolicyName: TypeAlias = Literal["packed", "wlb", "per_document_cp", "balanced"]
 LayoutName: TypeAlias = Literal["contiguous", "chosen"]
+Columns: TypeAlias = dict[str, FloatArray]
+"""The work of one round, as columns over ranks."""
+MANY = 4096
+"""Servers of all rounds together, from which on several processes plan: for fewer, starting them takes longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,33 +106,85 @@ class WorkRequest:
     packing_breakpoint: int = 0
 
     @property
+    def rounds(self) -> int:
+        """Of one batch: nano-batches, or those of all forward ticks of a lockstep pipeline."""
+        return (self.micro_batches + self.stage - 1) * self.nano_batches
+
+    @property
     def tokens(self) -> int:
         """Of one step."""
         return self.data * self.context * self.chunk_tokens * self.micro_batches * self.nano_batches
 
 
 class WorkloadCache:
-    """Plans documents once for all configurations that ask for the same placement."""
+    """Plans documents once for all configurations that ask for the same placement.
 
-    def __init__(self, documents: Documents) -> None:
-        self.documents = documents
+    Args:
+        documents: the stream.
+        processes: that plan the rounds of a large step side by side; results do not depend on it.
+    """
+
+    def __init__(self, documents: Documents, *, processes: int = 1) -> None:
+        self.documents, self.processes = documents, processes
         self._get = lru_cache(maxsize=64)(self._plan)
+        self._begun: dict[WorkRequest, tuple[list[Columns], Iterator[Columns]]] = {}
 
     def work(self, request: WorkRequest) -> RankWork:
         """The work of all rounds of all batches, in the order batch, micro-batch (or tick), nano-batch."""
         return self._get(request)
 
+    def first_rounds(self, request: WorkRequest, count: int) -> RankWork:
+        """The work of the first `count` rounds, so that a search need not plan the others. They are planned once."""
+        if request not in self._begun:
+            self._begun[request] = [], self._all_rounds(request)
+        rounds, more = self._begun[request]
+        rounds += itertools.islice(more, count - len(rounds))
+        return _stack(rounds[:count], np.zeros(0), request.stage)
+
     def _plan(self, request: WorkRequest) -> RankWork:
-        if request.stage > 1:
-            return _ticks(self.documents, request)
-        rounds = []
-        for number in range(request.batches):
-            lengths = self.documents.batch(number, request.tokens, request.seed)
-            if request.policy == "wlb":
-                rounds += _packed_by_work(lengths, request)
-            else:
-                rounds += [_place(documents, request) for documents in _rounds(lengths, request)]
-        return _stack(rounds, whole_pairs(self.documents, request), 1)
+        rounds, more = self._begun.pop(request, ([], self._all_rounds(request)))
+        return _stack([*rounds, *more], whole_pairs(self.documents, request), request.stage)
+
+    def _all_rounds(self, request: WorkRequest) -> Iterator[Columns]:
+        """Work of all rounds of all batches, one after another."""
+        whole = [(request, number, slice(None)) for number in range(request.batches)]
+        planner = _RoundPlanner(self.documents)
+        servers = request.data * request.context * request.stage
+        if self.processes == 1 or request.policy != "balanced" or servers * request.rounds * request.batches < MANY:
+            for task in whole:
+                yield from planner.planned(task)
+            return
+        parts = min(request.rounds, -(-4 * self.processes // request.batches))
+        with WorkerProcesses(planner, min(self.processes, parts * request.batches)) as workers:
+            given = [
+                [workers.give((request, number, slice(first, None, parts))) for first in range(parts)]
+                for number in range(request.batches)
+            ]
+            for of_batch in given:
+                found = [workers.answer(task) for task in of_batch]
+                for index in range(request.rounds):
+                    yield found[index % parts][index // parts]
+
+
+class _RoundPlanner:
+    """Plans some rounds of one batch."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+
+    def __call__(self, task: tuple[WorkRequest, int, slice]) -> list[Columns]:
+        return list(self.planned(task))
+
+    def planned(self, task: tuple[WorkRequest, int, slice]) -> Iterator[Columns]:
+        """One round after another."""
+        request, number, which = task
+        lengths = self.documents.batch(number, request.tokens, request.seed)
+        if request.policy == "wlb":
+            yield from _packed_by_work(lengths, request)[which]
+            return
+        pieces = _rounds(lengths, request)
+        for index in range(request.rounds)[which]:
+            yield _tick(pieces, request, index) if request.stage > 1 else _place(pieces[index], request)
 
 
 def whole_pairs(documents: Documents, request: WorkRequest) -> FloatArray:
@@ -146,6 +204,9 @@ def _rounds(lengths: IntArray, request: WorkRequest) -> list[IntArray]:
     """Divide a batch into rounds of data × context chunks, whole documents first-fit in packing order.
 
     Documents never cross nano-batches; those that fit nowhere any more are cut over the rooms that are left.
+
+    Raises:
+        UsageError: a document that may not be cut is longer than a round.
     """
     room = request.data * request.context * request.chunk_tokens
     count = request.micro_batches * request.nano_batches
@@ -153,6 +214,13 @@ def _rounds(lengths: IntArray, request: WorkRequest) -> list[IntArray]:
         return [lengths]
     if request.policy == "packed":
         return cut_at_multiples(lengths, room)
+    longest = int(lengths.max())
+    if longest > room and request.policy == "balanced" and not request.cut_documents:
+        needed = -(-longest // (request.data * request.context))
+        raise UsageError(
+            f"documents: one has {longest} tokens, more than the {room} that data × context × chunk_tokens hold "
+            f"together; nearest: chunk_tokens={needed}, or documents.cut_at_chunks=true, which cuts it"
+        )
     rooms = np.full(count, room, dtype=np.int64)
     members: list[list[int]] = [[] for _ in range(count)]
     left: list[int] = []
@@ -180,7 +248,7 @@ def _policy(name: str) -> str:
     return name
 
 
-def _place(lengths: IntArray, request: WorkRequest) -> dict[str, FloatArray]:
+def _place(lengths: IntArray, request: WorkRequest) -> Columns:
     """The work of one round, as columns over ranks."""
     plan = _plan_of(lengths, request)
     if plan is None:
@@ -229,7 +297,7 @@ def _plan_of(lengths: IntArray, request: WorkRequest) -> DispatchPlan | None:
     return make_plan(Layout.from_doc_lengths(groups), policy="packed", shape=request.shape, tolerance=0.0)
 
 
-def _packed_by_work(lengths: IntArray, request: WorkRequest) -> list[dict[str, FloatArray]]:
+def _packed_by_work(lengths: IntArray, request: WorkRequest) -> list[Columns]:
     """A whole step packed by `wlb`: every chunk of every micro-batch is a place for whole documents."""
     plans = _wlb_plans(lengths, request, 0, request.micro_batches * request.nano_batches)
     return [_columns(plan, request.ranks_per_node, plan.layout.doc_lengths) for plan in plans]
@@ -237,15 +305,8 @@ def _packed_by_work(lengths: IntArray, request: WorkRequest) -> list[dict[str, F
 
 def _wlb_plans(lengths: IntArray, request: WorkRequest, first: int, last: int) -> list[DispatchPlan]:
     """The rounds [first, last) of that step."""
-    places = request.data * request.micro_batches * request.nano_batches
-    if request.packing_breakpoint:
-        cap = request.context * request.chunk_tokens // request.micro_batches
-        documents = pack_by_work(lengths, places, request.packing_breakpoint, cap)
-    else:
-        documents = _packed_by_planner(lengths, places, request)
     found = []
-    for number in range(first, last):
-        groups = documents[number * request.data : (number + 1) * request.data]
+    for groups in _wlb_groups(lengths, request)[first:last]:
         if request.context > 1:
             shares = [_shared_out(group, request.context) for group in groups]
             found.append(_context_parallel(_side_by_side(shares), request))
@@ -253,6 +314,37 @@ def _wlb_plans(lengths: IntArray, request: WorkRequest, first: int, last: int) -
             layout = Layout.from_doc_lengths(groups)
             found.append(make_plan(layout, policy="packed", shape=request.shape, tolerance=0.0))
     return found
+
+
+def _wlb_groups(lengths: IntArray, request: WorkRequest) -> list[list[list[int]]]:
+    """Documents of every group of ranks that shares a sequence, round by round."""
+    places = request.data * request.micro_batches * request.nano_batches
+    if request.packing_breakpoint:
+        cap = request.context * request.chunk_tokens // request.micro_batches
+        documents = pack_by_work(lengths, places, request.packing_breakpoint, cap)
+    else:
+        documents = _packed_by_planner(lengths, places, request)
+    return [documents[first : first + request.data] for first in range(0, places, request.data)]
+
+
+def placed_groups(lengths: IntArray, request: WorkRequest) -> list[list[list[int]]]:
+    """What is known without a plan: pieces of documents of every group of ranks that shares sequences, round by round.
+
+    Groups are the `context` ranks of each lane of the data axis; of policy `balanced`, which moves work between all
+    ranks, all of them are one group.
+
+    Args:
+        lengths: of the documents of one batch.
+    """
+    if request.policy == "wlb":
+        return _wlb_groups(lengths, request)
+    rounds = _rounds(lengths, request)
+    if request.policy != "balanced":
+        return [_chunks_of(part, request.chunk_tokens * request.context, request.data) for part in rounds]
+    if request.cut_documents:
+        ranks = request.data * request.context
+        return [[[n for chunk in _chunks_of(part, request.chunk_tokens, ranks) for n in chunk]] for part in rounds]
+    return [[part.tolist()] for part in rounds]
 
 
 def _packed_by_planner(lengths: IntArray, places: int, request: WorkRequest) -> list[list[int]]:
@@ -289,7 +381,7 @@ def _context_parallel(layout: Layout, request: WorkRequest) -> DispatchPlan:
     )
 
 
-def _evenly(groups: Sequence[IntArray], request: WorkRequest) -> dict[str, FloatArray]:
+def _evenly(groups: Sequence[IntArray], request: WorkRequest) -> Columns:
     """Context parallelism of whole sequences, as frameworks do it for unpacked data: every rank has an equal share."""
     share = 1 / request.context
     columns = {name: np.zeros(request.data * request.context) for name in _COLUMNS}
@@ -313,7 +405,7 @@ _ROWS = tuple(
 _COLUMNS = ("tokens", "squares", *(f"{p}_{c}" for p in ("local", "received") for c in _COUNTS), *_ROWS)
 
 
-def _columns(plan: DispatchPlan, ranks_per_node: int, lengths: IntArray) -> dict[str, FloatArray]:
+def _columns(plan: DispatchPlan, ranks_per_node: int, lengths: IntArray) -> Columns:
     """A plan in numbers per rank."""
     ranks = plan.layout.ranks
     columns = {name: np.zeros(ranks) for name in _COLUMNS}
@@ -341,26 +433,21 @@ def _sums(rank: IntArray, weights: FloatArray, ranks: int) -> FloatArray:
     return np.bincount(rank, weights=weights, minlength=ranks).astype(np.float64)
 
 
-def _add_counts(columns: dict[str, FloatArray], prefix: str, server: IntArray, start: IntArray, end: IntArray) -> None:
+def _add_counts(columns: Columns, prefix: str, server: IntArray, start: IntArray, end: IntArray) -> None:
     counts = range_counts(start, end)
     ranks = len(columns["tokens"])
     for name in _COUNTS:
         columns[f"{prefix}_{name}"] = _sums(server, getattr(counts, name), ranks)
 
 
-def _ticks(documents: Documents, request: WorkRequest) -> RankWork:
-    """Rounds of a lockstep pipeline: tick t holds micro-batch t − s on stage s, all planned together.
+def _tick(pieces: Sequence[IntArray], request: WorkRequest, index: int) -> Columns:
+    """A round of a lockstep pipeline: tick t holds micro-batch t − s on stage s, all planned together.
 
     Ranks are stage after stage. Only forward ticks are planned: backward ones are their mirror images.
     """
-    rounds = []
-    for batch in range(request.batches):
-        pieces = _rounds(documents.batch(batch, request.tokens, request.seed), request)
-        for tick in range(request.micro_batches + request.stage - 1):
-            for half in range(request.nano_batches):
-                plan = _tick_plan(pieces, request, tick, half)
-                rounds.append(_columns(plan, request.ranks_per_node, plan.layout.doc_lengths))
-    return _stack(rounds, whole_pairs(documents, request), request.stage)
+    tick, half = divmod(index, request.nano_batches)
+    plan = _tick_plan(pieces, request, tick, half)
+    return _columns(plan, request.ranks_per_node, plan.layout.doc_lengths)
 
 
 def _tick_plan(pieces: Sequence[IntArray], request: WorkRequest, tick: int, half: int) -> DispatchPlan:
@@ -398,7 +485,7 @@ def _balanced(layout: Layout, topology: Topology, request: WorkRequest) -> Dispa
     )  # fmt: skip
 
 
-def _stack(rounds: Sequence[dict[str, FloatArray]], whole: FloatArray, repeats: int) -> RankWork:
+def _stack(rounds: Sequence[Columns], whole: FloatArray, repeats: int) -> RankWork:
     """Rounds one after another. `repeats`: rounds in which every document stands (stages of a lockstep pipeline)."""
     table = {name: np.stack([r[name] for r in rounds]) for name in _COLUMNS}
 

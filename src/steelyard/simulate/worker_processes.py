@@ -1,0 +1,162 @@
+"""Processes of this machine that share the work of a search, or of planning a step.
+
+Answers are fetched by the number of their task, so that a search can look at them in an order that does not depend on
+who was faster. Workers leave without a word when the process that started them is gone, whatever ended it, and do not
+hear of Ctrl-C: a terminal sends it to all processes of a command, and each would print a traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess, parent_process
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from steelyard.errors import PeerError
+
+Task = TypeVar("Task")
+Answer = TypeVar("Answer")
+
+
+class WorkerProcesses(Generic[Task, Answer]):
+    """`processes` workers; with one, tasks are done here when they are given. Use as a context.
+
+    Args:
+        work: done with each task, in the worker; picklable where processes cannot be forked.
+    """
+
+    def __init__(self, work: Callable[[Task], Answer], processes: int) -> None:
+        self._work = work
+        self._answers: dict[int, Answer] = {}
+        self._queue: deque[tuple[int, Task]] = deque()
+        self._given = 0
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._busy: dict[Connection, int] = {}
+        if processes > 1:
+            self._start(processes)
+
+    def _start(self, processes: int) -> None:
+        forks = "fork" in multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+        with _interrupts_held_back():
+            for _ in range(processes):
+                ours, theirs = context.Pipe()
+                # A forked worker holds our ends too; while one does, another would not see that we are gone.
+                not_theirs = [*self._connections, ours] if forks else []
+                process = context.Process(target=_serve, args=(theirs, not_theirs, self._work), daemon=True)
+                process.start()
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(process)
+
+    def give(self, task: Task) -> int:
+        """Have a task done; its number."""
+        number, self._given = self._given, self._given + 1
+        if self._processes:
+            self._queue.append((number, task))
+            self._hand_out()
+        else:
+            self._answers[number] = self._work(task)
+        return number
+
+    def answer(self, number: int) -> Answer:
+        """Wait for the answer to a task, once.
+
+        Raises:
+            PeerError: a worker was ended from outside.
+        """
+        while number not in self._answers:
+            for connection in wait(list(self._busy)):
+                assert isinstance(connection, Connection)
+                self._receive(connection)
+            self._hand_out()
+        return self._answers.pop(number)
+
+    def _hand_out(self) -> None:
+        for connection in self._connections:
+            if self._queue and connection not in self._busy:
+                number, task = self._queue.popleft()
+                self._busy[connection] = number
+                connection.send(task)
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            done, content = connection.recv()
+        except (EOFError, OSError) as error:
+            process = self._processes[self._connections.index(connection)]
+            process.join(1)
+            raise PeerError(
+                f"a worker process has ended (exit code {process.exitcode}), expected an answer; if memory ran out, "
+                "a step of fewer tokens or fewer worker processes need less"
+            ) from error
+        if not done:
+            raise content
+        self._answers[self._busy.pop(connection)] = content
+
+    def __enter__(self) -> WorkerProcesses[Task, Answer]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+
+
+def cores() -> int:
+    """Of this machine, as far as this process may use them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _serve(connection: Connection, not_ours: list[Connection], work: Callable[[Task], Answer]) -> None:
+    """What a worker does until the other end of its connection is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for other in not_ours:
+        other.close()
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    while True:
+        try:
+            task = connection.recv()
+        except (EOFError, OSError):
+            return
+        answer: tuple[bool, object]
+        try:
+            answer = True, work(task)
+        except Exception as error:
+            answer = False, error
+        try:
+            connection.send(answer)
+        except OSError:  # nobody is there to hear it
+            return
+
+
+def _leave_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C in here comes afterwards. What is started in here has time to say that it does not want it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
