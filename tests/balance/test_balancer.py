@@ -155,7 +155,6 @@ def test_whatever_is_planned_comes_after_what_was_handed_over_early() -> None:
     assert balancer.plan_shards([(0, 0, 5)]).step == 2 and ahead.result(10).step == 1
     assert threads == [threading.current_thread().name, "steelyard-plan", "steelyard-plan"]
     balancer.close()
-    assert balancer.plan([LENGTHS]).step == 3, "and without the thread again"
 
 
 def test_what_begin_was_told_is_not_taken_for_documents_given_before() -> None:
@@ -412,6 +411,26 @@ def test_what_must_be_given() -> None:
         balancer.attention(*qkv(), shards=[(0, 0)])
     with pytest.raises(UsageError, match="back end 'flash' on device 'cpu'"):
         Balancer(backend="flash").check(Kernel(window=3), AttentionShape(4, 2, 8))
+
+
+def test_a_closed_one_is_refused_by_name_and_what_it_began_still_ends() -> None:
+    x = torch.randn(6, 2, 8, requires_grad=True)
+    balancer = Balancer(shape=AttentionShape(2, 2, 8))
+    plan = balancer.plan([[6]]).nano_batches[0]
+    out = balancer.attention(x, x, x, doc_lens=[6])
+    balancer.close()
+    balancer.close()
+    for name, call in {
+        "attention": lambda: balancer.attention(x, x, x, doc_lens=[6]),
+        "plan": lambda: balancer.plan([[6]]),
+        "prefetch": lambda: balancer.prefetch([[6]]),
+        "plan_shards": lambda: balancer.plan_shards([(0, 0, 6)]),
+        "begin": lambda: balancer.begin(plan=plan),
+    }.items():
+        with pytest.raises(UsageError, match=f"^{name}: this Balancer was closed; make a new one"):
+            call()
+    out.sum().backward()
+    assert x.grad is not None
 
 
 def test_one_that_was_made_before_the_ranks_were_joined_is_not_taken_for_theirs(

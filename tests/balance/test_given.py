@@ -59,6 +59,7 @@ def attention(**options: Any) -> torch.Tensor:
         (lambda: balancer(dtype="bf16"), "dtype='bf16', expected a type of torch"),
         (lambda: balancer(device="cpu"), r"device='cpu', expected torch.device"),
         (lambda: balancer(speeds=2), "speeds=2, expected a number for each rank"),
+        (lambda: balancer(speeds=(1.0, 2.0)), "2 speeds for 1 ranks; give one for each rank"),
         (lambda: balancer(policy="best"), "policy='best', expected one of balanced"),
         (lambda: balancer(window="4"), "window='4', expected a whole number or None"),
         (lambda: Balancer("gloo"), "group='gloo', expected a process group"),

@@ -11,6 +11,7 @@ from steelyard.check.report import (
     NAMES,
     AloneBatch,
     CheckReport,
+    CheckResult,
     Difference,
     RankMeasure,
     ReferenceMeasure,
@@ -84,6 +85,32 @@ def test_a_wrong_loss_of_one_batch() -> None:
     assert report.results[4].finding == "rank 1 of 2: a label"
     assert report.results[4].max_abs_diff == pytest.approx(0.2)
     assert report.results[4].where == "documents of rank 1 of 2"
+
+
+def test_a_batch_that_lacks_tokens_is_the_first_thing_to_mend() -> None:
+    lacking, plain = verdict(missing_tokens=3).results[0], verdict(loss=1.5).results[0]
+    assert lacking.finding == "with 2 processes, the batch of rank 0 lacks 3 tokens of its documents"
+    assert lacking.advice.startswith("Mend this first") and "mend them first" in plain.advice
+
+
+def test_what_was_seen_is_told_of_the_batch_with_the_difference() -> None:
+    wrong = {1: BATCHES[1], 2: (BATCHES[2][0], AloneBatch(9, 1.0, 1.2))}
+    report = verdict(replace(REFERENCE, batches=wrong, findings=("rank 0 of 1: this", "rank 1 of 2: that")))
+    assert (report.results[4].where, report.results[4].finding) == ("documents of rank 1 of 2", "rank 1 of 2: that")
+
+
+@pytest.mark.parametrize(
+    ("result", "may_be"),
+    [
+        (CheckResult("causal", False, 3e-4, 1e-5, "outputs"), True),
+        (CheckResult("causal", False, 3e-3, 1e-5, "outputs"), False),
+        (CheckResult("causal", False, math.nan, 1e-5, "outputs"), False),
+        (CheckResult("label_shift", False, 3e-4, 1e-5, "documents of rank 0 of 1", "rank 0 of 1: a label"), False),
+        (CheckResult("balance", False, 0.2, 0.05, "work"), False),
+    ],
+)
+def test_only_small_differences_may_be_rounding(result: CheckResult, may_be: bool) -> None:
+    assert result.may_be_rounding == may_be
 
 
 def test_an_output_that_depends_on_nothing() -> None:

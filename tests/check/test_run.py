@@ -152,10 +152,12 @@ def test_faults_planted_through_module(pool: WorkerPool, function: str) -> None:
 def test_findings_say_what_was_seen(pool: WorkerPool) -> None:
     report = run_checks(module("own_rolled", ranks=(2,)), pool=pool)
     [shift] = [result for result in report.results if result.name == "label_shift"]
-    assert shift.finding.startswith("rank 0 of 1: token 6, its last, of document 0 in the batch has label ")
+    assert f"documents of {shift.finding.partition(':')[0]}" == shift.where
+    assert ": token 6, its last, of document 0 in the batch has label " in shift.finding
     assert shift.finding.endswith(", expected -100")
     report = run_checks(module("own_drops_tail", ranks=(2,)), pool=pool)
-    assert report.results[0].finding == "with 1 process, the batch of rank 0 lacks 1 tokens of its documents"
+    assert report.results[0].finding == "with 1 process, the batch of rank 0 lacks 1 token of its documents"
+    assert report.results[0].advice.startswith("Mend this first: the collator")
     report = run_checks(module("own_half_blind", ranks=(2,)), pool=pool)
     assert report.results[1].finding.startswith("the output of token 1 of document 2, which has 13 tokens, depends on")
     report = run_checks(module("own_blind_row", ranks=(2,)), pool=pool)

@@ -17,7 +17,7 @@ import transformers_ranks as tiny_models
 from ranks import tell, wait_for
 
 import steelyard.integrations.transformers as st
-from steelyard.balance import Kernel
+from steelyard.balance import Balancer, Kernel
 from steelyard.errors import SteelyardError
 from steelyard.integrations.offset_passes import BalancerOptions, OffsetPasses
 
@@ -70,6 +70,37 @@ def rank_1_leaves_after_the_first_layer(rank: int, ranks: int, group: dist.Proce
         tell(f"rank {rank} has named rank 1")
     passes.balancer.close()
     return error
+
+
+def held_after_attaching(rank: int, ranks: int, group: dist.ProcessGroup, times: int) -> list[tuple[int, int]]:
+    """Threads and file descriptors of two of four processes, after each of several times a model was attached, called
+    and detached, and a balancer made, used and closed, while another model stays attached. Results are checked."""
+    pair = dist.new_group([0, 2])
+    found: list[tuple[int, int]] = []
+    if rank not in (0, 2):
+        dist.barrier(group)
+        return found
+    own = pair.rank()
+    batch = st.collate([[1, 2, 3], [4, 5]] if own else [[1] * 20])
+    staying = st.attach(tiny_models.tiny(), pair, timeout_s=60)
+    expected = float(staying.model(**batch, num_items_in_batch=1).loss)
+    model = tiny_models.tiny()
+    x = torch.randn(2 if own else 30, 2, 8)
+    for _ in range(times):
+        attached = st.attach(model, pair, timeout_s=60)
+        assert abs(float(model(**batch, num_items_in_batch=1).loss) - expected) < 1e-6 * abs(expected)
+        attached.detach()
+        balancer = Balancer(pair, timeout_s=60)
+        balancer.attention(x, x, x, doc_lens=[len(x)])
+        balancer.close()
+        del attached, balancer
+        gc.collect()
+        found.append(tuple(len(list(Path(f"/proc/{os.getpid()}/{what}").iterdir())) for what in ("task", "fd")))
+    assert abs(float(staying.model(**batch, num_items_in_batch=1).loss) - expected) < 1e-6 * abs(expected)
+    staying.detach()
+    dist.barrier(group)
+    dist.destroy_process_group(pair)
+    return found
 
 
 def threads_after_attaching(rank: int, ranks: int, group: dist.ProcessGroup, times: int) -> list[int]:

@@ -29,6 +29,12 @@ def test_attaching_again_and_again_leaves_no_threads(pool: WorkerPool) -> None:
         assert threads[-1] == threads[1], threads
 
 
+def test_a_part_of_the_world_that_attaches_again_and_again_leaves_nothing(pool: WorkerPool) -> None:
+    first, _, third, _ = pool.run(on_rank.held_after_attaching, 4, 30)
+    for held in (first, third):
+        assert len(held) == 30 and held[-1] == held[1], held
+
+
 def test_a_policy_that_moves_documents_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match=r"balance: policy='wlb' places the tokens"):
         BalancerOptions(policy="wlb")

@@ -113,3 +113,13 @@ def test_plans_do_not_outlive_their_tensor() -> None:
 def test_no_balancer_before_the_first_pass() -> None:
     with pytest.raises(UsageError, match="first forward pass"):
         passes().balancer  # noqa: B018
+
+
+def test_the_windows_of_layers_are_compared_before_the_first_of_them() -> None:
+    found = OffsetPasses(None, BalancerOptions())
+    for layer, window in ((3, 7), (4, None), (1, 2)):
+        found.add_layer(layer, window)
+    x = torch.randn(sum(LENGTHS), 2, 8)
+    found.attention(x, x, x, offsets(), layer=1, kernel=Kernel(window=2))
+    assert found.balancer.agreed == {"attention layers": 3, "windows of layers": {1: 2, 3: 7}}
+    assert found.balancer._settings()["windows of layers"] == "{1: 2, 3: 7}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ranks as on_rank
 import torch
 import torch.distributed as dist
 
-from steelyard.balance import Balancer
+from steelyard.balance import Balancer, Kernel
 from steelyard.domain.layout import Layout
 from steelyard.domain.shapes import AttentionShape
 from steelyard.errors import SteelyardError
@@ -109,3 +110,44 @@ def order(
             )  # fmt: skip
         balancer.close()
     return found
+
+
+ARGUMENTS: dict[str, Any] = {"window": 3, "softcap": 2.0, "scale": 0.5, "sink": torch.zeros(4)}
+"""Arguments of a call of attention that decide what it computes, and values for the rank that gives another one."""
+
+
+def differ_in_a_call(rank: int, ranks: int, group: dist.ProcessGroup) -> dict[str, list[str]]:
+    """What each call says when the last rank gives one more argument: to the call that plans, and to a later layer.
+
+    The documents are such that nothing moves: where it does, a window that differs ends a process of gloo's.
+    """
+    q, k = torch.zeros(4, 4, 8), torch.zeros(4, 2, 8)
+    said: dict[str, list[str]] = {}
+    for name, value in ARGUMENTS.items():
+        own = {name: value} if rank == ranks - 1 else {}
+        for where, calls in {"first": [own, {}], "second": [{}, own]}.items():
+            balancer = Balancer(group, planning_group=group, timeout_s=10)
+            errors = []
+            for _ in range(2):
+                lengths = [4]
+                for given in calls:
+                    attend = partial(balancer.attention, q, k, k, doc_lens=lengths, **given)
+                    errors.append(error_of(attend))
+            said[f"{name} {where}"] = errors
+            balancer.close()
+    return said
+
+
+def differ_in_a_window_by_steps(rank: int, ranks: int, group: dist.ProcessGroup) -> list[str]:
+    """All ranks change their window from step to step alike, and rank 0 plans further ahead than the others."""
+    q, k = torch.zeros(4, 4, 8), torch.zeros(4, 2, 8)
+    balancer = Balancer(group, shape=AttentionShape(4, 2, 8), planning_group=group, timeout_s=10)
+    steps, ahead = [balancer.prefetch([[4]])], 2 if rank == 0 else 1
+    errors = []
+    for step in range(4):
+        while len(steps) < min(4, step + ahead):
+            steps.append(balancer.prefetch([[4]]))
+        nano = balancer.begin(plan=steps[step].result().nano_batches[0])
+        errors.append(error_of(lambda nano=nano, step=step: nano(q, k, k, kernel=Kernel(window=1 + step))))
+    balancer.close()
+    return errors

@@ -77,6 +77,22 @@ def test_ranks_with_other_settings_all_say_so(pool: WorkerPool) -> None:
     assert not one
 
 
+def test_ranks_that_give_a_call_other_arguments_all_say_so(pool: WorkerPool) -> None:
+    said = pool.run(on_balancer.differ_in_a_call, 3)
+    assert said[0] == said[1] == said[2]
+    shown = {"window": "3", "softcap": "2.0", "scale": "0.5", "sink": "given"}
+    for name, value in shown.items():
+        text = f"{name}=None on rank 0 and {name}={value} on rank 2; give every rank the same"
+        first, second = said[0][f"{name} first"], said[0][f"{name} second"]
+        assert first[0] == f"UsageError: planning of step 0: attention of layer 0 in step 0: {text}"
+        assert second[:2] == ["no error"] * 2, "planned before it is called"
+        assert second[2] == f"UsageError: planning of step 1: attention of layer 1 in step 0: {text}"
+
+
+def test_arguments_that_change_alike_are_no_difference_however_far_ranks_plan_ahead(pool: WorkerPool) -> None:
+    assert pool.run(on_balancer.differ_in_a_window_by_steps, 2) == [["no error"] * 4] * 2
+
+
 def test_a_step_planned_ahead_is_ordered_by_the_same_work_and_speeds(pool: WorkerPool) -> None:
     lengths = [[[100], [10] * 30], [[10] * 30, [100]]]
     at_once, ahead = (pool.run(on_balancer.order, 2, lengths, early) for early in (False, True))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from steelyard.balance.calls import Called, difference
 from steelyard.collectives import Exchange, wait_in_slices
 from steelyard.errors import PeerError, UsageError, first_line
 
@@ -29,12 +30,14 @@ class Message:
         content: lengths of documents, or shards.
         note: anything; the ranks' notes may differ.
         settings: what must be the same on every rank, by name, as text.
+        calls: of attention, lately, with their arguments: those that several ranks tell of must be the same.
     """
 
     kind: str
     content: Any
     note: Any
     settings: Mapping[str, str] = field(default_factory=dict)
+    calls: tuple[Called, ...] = ()
 
 
 def gather(
@@ -47,7 +50,8 @@ def gather(
 
     Raises:
         PeerError: a rank did not come, now or before.
-        UsageError: the ranks came for different things or with different settings; all of them raise it.
+        UsageError: the ranks came for different things, with different settings, or from different calls of attention;
+            all of them raise it.
     """
     if ranks == 1:
         return [message]
@@ -81,6 +85,9 @@ def gather(
                     f"planning of step {step}: {name} is {first.get(name)} on rank 0 and {said.settings.get(name)} on "
                     f"rank {rank}; give every rank the same"
                 )
+    differing = difference([said.calls for said in messages])
+    if differing:
+        raise UsageError(f"planning of step {step}: {differing}; give every rank the same")
     return messages
 
 

@@ -21,6 +21,7 @@ from steelyard.attention import build_backend
 from steelyard.attention.interface import Backend
 from steelyard.balance.agreement import Message, gather
 from steelyard.balance.background import Background
+from steelyard.balance.calls import Called, Calls, described
 from steelyard.balance.chunk_order import orders_of
 from steelyard.balance.given import (
     check_groups,
@@ -39,7 +40,7 @@ from steelyard.balance.given import (
 from steelyard.balance.in_flight import InFlight, in_backward
 from steelyard.balance.nano_batch import Kernel, NanoBatchAttention
 from steelyard.balance.plans import NanoBatchPlan, StepPlan
-from steelyard.collectives import Exchange, Progress, shared_store, twin_group
+from steelyard.collectives import Exchange, Progress, rank_in, release_group, shared_store, twin_group
 from steelyard.cost.attention import pairs_before_array
 from steelyard.domain.layout import Layout
 from steelyard.domain.shapes import AttentionShape
@@ -85,6 +86,7 @@ class Balancer:
         meter: where times go; a new one by default.
 
     Attributes:
+        calls: what its layers computed lately; the ranks compare it when they plan.
         agreed: what else must be the same on every rank, by name; yours to fill. It is compared at each plan: a number
             of layers, say, since ranks that differ in it would answer each other's transfers with others.
 
@@ -121,10 +123,14 @@ class Balancer:
         check_row_keys("Balancer", row_keys)
         check_seconds("Balancer", "progress_period_s", progress_period_s)
         self.group = group
-        self.rank = dist.get_rank(group) if group is not None else 0
+        self.rank = rank_in(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
         if group is not None and self.rank < 0:
             raise UsageError("Balancer: this process is not in the group that was given; make it on its ranks only")
+        if speeds and len(speeds) != self.ranks:
+            raise UsageError(
+                f"Balancer: {len(speeds)} speeds for {self.ranks} ranks; give one for each rank, or none: all are alike"
+            )
         plain = Kernel(window=window)
         self.shape, self.tolerance, self.policy = shape, tolerance, policy
         self.window, self.memory, self.row_keys = window, memory, row_keys
@@ -138,12 +144,16 @@ class Balancer:
         if shape is not None:
             self.check(plain, shape)
         self.planning_group = planning_group
-        if self.ranks > 1 and planning_group is None:
+        self._made_group = self.ranks > 1 and planning_group is None
+        if self._made_group:
             self.planning_group = twin_group(group, "gloo", timeout_s)
         self.progress = self._publish_progress(store, progress_period_s)
         self.exchange = Exchange(group, progress=self.progress, timeout_s=timeout_s, meter=self.meter)
         self.agreed: dict[str, object] = {}
+        self.calls = Calls()
+        self._asks: tuple[int, str] | None = None
         self._made_unjoined = not dist.is_initialized()
+        self._closed = False
         self._planned_steps = 0
         self._planning = threading.Lock()
         self._planner: Background | None = None
@@ -215,8 +225,10 @@ class Balancer:
             PeerError: a rank did not come to plan within the time-out.
             UsageError: the ranks do not do the same thing, have other settings, or no shape is known yet.
         """
+        self._refuse_if_closed("plan")
         lengths, settings = nano_batches_of("plan", doc_lengths_by_nano_batch), self._settings(reorder)
-        return self._in_order(lambda: self._plan_now(lengths, note, rate, reorder, settings))
+        asks = self._asks
+        return self._in_order(lambda: self._plan_now(lengths, note, rate, reorder, settings, asks))
 
     def prefetch(
         self,
@@ -228,6 +240,7 @@ class Balancer:
     ) -> Future[StepPlan]:
         """As `plan`, on a background thread; calls are worked off in order. Hand lengths over a step early, on every
         rank, and planning costs the step nothing."""
+        self._refuse_if_closed("prefetch")
         lengths, settings = nano_batches_of("prefetch", doc_lengths_by_nano_batch), self._settings(reorder)
         if self._planner is None:
             self._planner = Background("steelyard-plan")
@@ -244,11 +257,13 @@ class Balancer:
         rate: Rate | None,
         reorder: bool,
         settings: Mapping[str, str],
+        asks: tuple[int, str] | None = None,
     ) -> StepPlan:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            messages = self._gather(Message("documents", own, (note, rate), settings), step)
+            calls = self._calls_before(step, asks)
+            messages = self._gather(Message("documents", own, (note, rate), settings, calls), step)
             rounds = max(len(said.content) for said in messages)
             by_rank = [[*said.content, *[[]] * (rounds - len(said.content))] for said in messages]
             notes, rates = zip(*(said.note for said in messages), strict=True)
@@ -277,14 +292,16 @@ class Balancer:
         Raises:
             PeerError, UsageError: as `plan`; or the shards do not cover every document once.
         """
+        self._refuse_if_closed("plan_shards")
         message = Message("shards", shards_of("plan_shards", shards), note, self._settings())
-        return self._in_order(lambda: self._plan_shards_now(message))
+        asks = self._asks
+        return self._in_order(lambda: self._plan_shards_now(message, asks))
 
-    def _plan_shards_now(self, message: Message) -> StepPlan:
+    def _plan_shards_now(self, message: Message, asks: tuple[int, str] | None) -> StepPlan:
         with self._planning:
             step = self._planned_steps
             self._planned_steps += 1
-            messages = self._gather(message, step)
+            messages = self._gather(replace(message, calls=self._calls_before(step, asks)), step)
             table = [(*shard, rank) for rank, said in enumerate(messages) for shard in said.content]
             nano_batch = self.plan_layout(layout_of(table, self.ranks), step=step)
             return StepPlan((nano_batch,), tuple(said.note for said in messages), step)
@@ -372,20 +389,26 @@ class Balancer:
                 be one of several passes.
             PeerError: a rank did not take part within the time-out.
         """
+        self._refuse_if_closed("attention")
         if not all(isinstance(each, Tensor) and each.dim() == 3 for each in (q, k, v)):
             check_tensors(q=q, k=k, v=v)
         self._learn_shape(q, k)
         if doc_lens is not None and shards is not None:
             raise UsageError("attention: doc_lens and shards are given; give the one that says where the documents are")
+        kernel = Kernel(scale, window if window is not None else self.window, softcap)
         named = doc_lens is not None or shards is not None
         if named:
-            self._begin_if_new(doc_lens, shards)
+            # Told when this call plans, and compared before anything is sent.
+            self._asks = (0 if layer is None else layer, described(q, k, kernel, sink))
+            try:
+                self._begin_if_new(doc_lens, shards)
+            finally:
+                self._asks = None
         current = self._halves.get(greenlets.current_id(), self._current) if self._halves else self._current
         if in_backward() and not named:
             self._refuse_to_guess(current)
         if current is None:
             raise UsageError("attention: no documents yet; give doc_lens=… or shards=…, or call begin first")
-        kernel = Kernel(scale, window if window is not None else self.window, softcap)
         return current(q, k, v, layer=layer, kernel=kernel, sink_N=sink)
 
     def begin(
@@ -406,6 +429,7 @@ class Balancer:
         Raises:
             PeerError, UsageError: as `plan` and `plan_shards`.
         """
+        self._refuse_if_closed("begin")
         if sum(given is not None for given in (doc_lens, shards, plan)) != 1:
             raise UsageError("begin: give exactly one of doc_lens=…, shards=… and plan=…")
         if doc_lens is not None:
@@ -476,12 +500,22 @@ class Balancer:
         return self._core_attention(nano_batch, backend, q_TNH.device, nano_batch.step)
 
     def close(self) -> None:
-        """Stop publishing progress, and planning ahead."""
+        """Stop publishing progress, and planning ahead. Nothing can be planned or begun afterwards; a backward pass of
+        what was begun before still runs."""
+        self._closed = True
         if self._planner is not None:
             self._planner.close()
             self._planner = None
         if self.progress is not None:
             self.progress.close()
+        if self._made_group and self.planning_group is not None and not self.exchange.is_broken:
+            # After a failure it may still wait for a rank, and its end would wait with it.
+            release_group(self.planning_group)
+            self.planning_group, self._made_group = None, False
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._closed:
+            raise UsageError(f"{what}: this Balancer was closed; make a new one, on all its ranks")
 
     def _plan_with_window(self, nano_batch: NanoBatchPlan, window: int) -> NanoBatchPlan:
         """The same nano-batch for layers with another window; planned once, however many passes carry it out."""
@@ -561,6 +595,11 @@ class Balancer:
             "shape": self.shape, "dtype": self._dtype, "autocast": _autocast(self.device), **self.agreed,
         }  # fmt: skip
         return {name: str(value) for name, value in settings.items()}
+
+    def _calls_before(self, step: int, asks: tuple[int, str] | None) -> tuple[Called, ...]:
+        """What the layers computed in the steps before, and what the call computes that asks for this plan, if one
+        does."""
+        return (*self.calls.before(step), *([] if asks is None else [(step, 0, *asks)]))
 
     def _gather(self, message: Message, step: int) -> list[Message]:
         """Every rank's message, in rank order; see `agreement.gather`."""

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from steelyard.balance.calls import Calls, described
 from steelyard.balance.in_flight import InFlight, in_backward
 from steelyard.balance.plans import NanoBatchPlan
 from steelyard.errors import UsageError
@@ -52,9 +53,16 @@ class Kernel:
                 f"window={self.window}: expected at least 1, the query's own key, or None to see all earlier keys"
             )
 
+    def __str__(self) -> str:
+        scale, softcap = (None if value is None else float(value) for value in (self.scale, self.softcap))
+        return f"window={self.window}, scale={scale}, softcap={softcap}"
+
 
 class AttentionMaker(Protocol):
     """What builds core attention for a layer: the `Balancer`."""
+
+    @property
+    def calls(self) -> Calls: ...
 
     def core_attention_of(
         self, nano_batch: NanoBatchPlan, kernel: Kernel, q_TNH: Tensor, k_TKH: Tensor
@@ -120,6 +128,9 @@ class NanoBatchAttention:
         again = in_backward()
         if again:
             self.in_flight.run_again()
+        else:
+            calls = self._maker.calls
+            calls.add(self.plan.step, self.plan.index, number, described(q_TNH, k_TKH, kernel, sink_N))
         call = core.send(q_TNH, k_TKH, v_TKH, number, keep=keep, answer=answer, sink_N=sink_N)
         if answer is not None:
             self.answers += 1

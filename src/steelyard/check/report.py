@@ -49,6 +49,12 @@ ADVICE = {
 }
 """What a failure means and what to do about it."""
 
+MISSING_TOKENS = (
+    "Mend this first: the collator, or what packs documents, must keep every token, also those at the end of a batch. "
+    "The checks of the loss count the labels of all documents, so they may fail for the same reason."
+)
+"""In the place of the advice above, where a batch lacks tokens."""
+
 
 @dataclass(frozen=True)
 class Tolerances:
@@ -70,6 +76,8 @@ TOLERANCES: Mapping[Dtype, Tolerances] = {
     # Transformers' norms and losses round to fp32 whatever the parameters are.
     "float64": Tolerances(gradient=2e-6, loss=1e-6, logits=1e-6),
 }
+_ROUNDING = 100.0
+"""Times what is allowed, up to which a difference may still be rounding of an unusually deep or badly scaled model."""
 SMALL_GRADIENT = 0.01
 """Part of the largest gradient below which a gradient's own size no longer counts."""
 
@@ -181,7 +189,12 @@ class CheckResult:
     @property
     def advice(self) -> str:
         """What to do about a failure."""
-        return ADVICE[self.name]
+        return MISSING_TOKENS if self.name == "rank_count_invariance" and self.finding else ADVICE[self.name]
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether a failure is so small that a wider type might pass: a fault that was seen, or is large, is none."""
+        return self.name != "balance" and not self.finding and self.max_abs_diff <= _ROUNDING * self.tolerance
 
     def as_json(self) -> dict[str, Any]:
         """The keys of the contract."""
@@ -262,7 +275,8 @@ def _rank_count_invariance(
         lost = {rank: m.missing_tokens for rank, m in enumerate(measures) if m.missing_tokens}
         if lost and not missing:
             rank, tokens = next(iter(lost.items()))
-            missing = f"with {processes(ranks)}, the batch of rank {rank} lacks {tokens} tokens of its documents"
+            lacks = f"{tokens} token{'s' * (tokens > 1)}"
+            missing = f"with {processes(ranks)}, the batch of rank {rank} lacks {lacks} of its documents"
     return _result("rank_count_invariance", worst(differences), missing)
 
 
@@ -306,7 +320,10 @@ def _label_shift(reference: ReferenceMeasure, tolerances: Tolerances) -> CheckRe
     result = _result("label_shift", difference)
     if result.passed or not reference.findings:
         return result
-    return _result("label_shift", difference, reference.findings[0])
+    # What was seen where the difference is; elsewhere if nothing was seen there.
+    there = difference.where.removeprefix("documents of ")
+    finding = next((f for f in reference.findings if f.startswith(f"{there}: ")), reference.findings[0])
+    return _result("label_shift", difference, finding)
 
 
 def _balance(request: CheckRequest, by_ranks: Mapping[int, Sequence[RankMeasure]]) -> CheckResult:

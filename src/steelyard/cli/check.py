@@ -163,7 +163,7 @@ def _print(console: Console, request: CheckRequest, report: CheckReport, time_s:
         console.print(f"all {len(report.results)} checks passed in {time_s:.0f} s")
         return
     console.print(f"\n{len(failed)} of {len(report.results)} checks failed, after {time_s:.0f} s", style="bold")
-    if request.dtype == "float32":
+    if request.dtype == "float32" and any(result.may_be_rounding for result in failed):
         console.print("--dtype float64 tells rounding from a fault: rounding shrinks, a fault does not.")
 
 

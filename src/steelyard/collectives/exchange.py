@@ -156,6 +156,11 @@ class Exchange:
         """Note that this rank left a wait, by Ctrl-C say: what it waited for is still under way, between all ranks."""
         self.broken(PeerError(f"{type(end).__name__} on this rank, while it waited for the others ({where})"))
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether there was a failure before."""
+        return self._first_failure is not None
+
     def refuse_if_broken(self) -> None:
         """Raise if there was a failure before.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steelyard.collectives import twin_group
+from steelyard.collectives import release_group, twin_group
 from steelyard.errors import PeerError, SteelyardError
 
 
@@ -28,15 +28,9 @@ class Joined:
     made: tuple[dist.ProcessGroup, ...] = ()
 
     def release(self) -> None:
-        """End the threads and sockets of the groups that were made here, once no transfer is left.
-
-        Only gloo's, which end without the other ranks, and only groups of all ranks: torch names a group of some after
-        the number of groups there are, so the next one would get the name, and find the addresses, of one destroyed.
-        """
+        """End the threads and sockets of the groups that were made here, once no transfer is left: gloo's."""
         for group in self.made:
-            whole = dist.is_initialized() and dist.get_world_size(group) == dist.get_world_size()
-            if whole and dist.get_backend(group) == "gloo":
-                dist.destroy_process_group(group)
+            release_group(group)
 
 
 def join(

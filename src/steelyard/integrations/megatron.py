@@ -126,7 +126,7 @@ class BalancedCoreAttention(MegatronModule):  # type: ignore[misc]
         self.layer_number = layer_number
         self._kernel = Kernel(softmax_scale, _window_of(config, layer_number))
         self._shared = shared
-        shared.passes.add_layer(layer_number)
+        shared.passes.add_layer(layer_number, self._kernel.window)
 
     def forward(
         self,

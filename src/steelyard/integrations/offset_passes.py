@@ -83,7 +83,7 @@ class OffsetPasses:
     def __init__(self, group: dist.ProcessGroup | None, options: BalancerOptions) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._options = options
-        self._layers: set[int] = set()
+        self._layers: dict[int, int | None] = {}
         self._balancer: Balancer | None = None
         self._joined: Joined | None = None
         self._passes: MutableMapping[Tensor, _Pass] = WeakTensorKeyDictionary()
@@ -99,9 +99,10 @@ class OffsetPasses:
             raise UsageError("the balancer is made at the first forward pass; there was none yet")
         return self._balancer
 
-    def add_layer(self, number: int) -> None:
-        """Say that this rank has a layer; all of them before the first forward pass."""
-        self._layers.add(number)
+    def add_layer(self, number: int, window: int | None = None) -> None:
+        """Say that this rank has a layer, and its window if it has one; all of them before the first forward pass. The
+        ranks compare them when they plan."""
+        self._layers[number] = window
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention(
@@ -206,6 +207,7 @@ class OffsetPasses:
             meter=options.meter,
         )
         balancer.agreed["attention layers"] = len(self._layers)
+        balancer.agreed["windows of layers"] = {layer: w for layer, w in sorted(self._layers.items()) if w is not None}
         return balancer
 
 

@@ -58,7 +58,7 @@ class BalancedAttention(VarlenAttention):  # type: ignore[misc]
 
     def bind(self, passes: OffsetPasses) -> None:
         """Say with whom this layer is computed."""
-        passes.add_layer(self.layer)
+        passes.add_layer(self.layer, self._window)
         self._passes = passes
 
     def forward(

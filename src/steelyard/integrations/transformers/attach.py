@@ -37,6 +37,8 @@ from steelyard.observe.meter import Meter
 from steelyard.runtime.dispatch import Memory
 
 _ATTRIBUTE = "steelyard_attachment"
+_DECIDE_WHAT_LAYERS_COMPUTE = ("sliding_window", "attn_logit_softcapping", "query_pre_attn_scalar")
+"""Of a configuration; compared by the ranks before the first layer. (The calls themselves are, a step later.)"""
 _CACHES = ("cache", "past_key_values")
 
 
@@ -99,9 +101,11 @@ def attach(
         raise
     try:
         check_kernels(inner.config, balancer, shape)
+        config = inner.config.get_text_config()
         balancer.agreed = {
-            "attention layers": getattr(inner.config.get_text_config(), "num_hidden_layers", None),
+            "attention layers": getattr(config, "num_hidden_layers", None),
             "model": type(inner).__name__,
+            **{name: getattr(config, name, None) for name in _DECIDE_WHAT_LAYERS_COMPUTE},
         }
         return Attachment(inner, balancer, joined)
     except BaseException:
@@ -293,8 +297,8 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model its own attention back for good, on every rank and after the last backward pass (a later one
-        is refused). Once no copy of it is attached any more either, the groups that `attach` made are destroyed, if
-        they are gloo groups of all ranks. A second call does nothing."""
+        is refused). Once no copy of it is attached any more either, the gloo groups that `attach` made are given up. A
+        second call does nothing."""
         if getattr(self.model, _ATTRIBUTE, None) is not self:
             return
         self.model.set_attn_implementation(self._before)
