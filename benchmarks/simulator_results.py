@@ -64,15 +64,16 @@ RANKINGS_SAY = """\
 On the multi-node grid a τ of 0.8 needs errors below 3 %. That is no limit of the measurements themselves (the one
 configuration that stands there twice differs by less than 0.1 %), but of what a mean error of 10 %, the other goal,
 can tell: with random errors of 7.5 % τ is about 0.6. Rows that took 1.25 times as long as predicted, or longer, are
-few, but most pairs far apart that stand in the wrong order are theirs. They took far longer than others of their
+few there, but most pairs far apart that stand in the wrong order are theirs. They took far longer than others of their
 kind: of 39.1B, tensor 2 with 8 and 16 stages; of 3.6B, tensor 4 with micro-batches of 2 and tensor 8 with one of 64.
 Neither their work, nor transfers, nor launches account for that. Leaving them out is a diagnosis; the result is the
 row with them."""
 
 TRIED = """\
 What was found, and what was tried, for goals that are or were missed. Numbers are mean errors of held-out rows unless
-said otherwise. Constants were not fitted again after the changes of the first list; a new fit would lower the error
-of the fitted rows from 2.3 to 1.8 % (H100) and from 7.3 to 7.1 % (A100).
+said otherwise, each of the day of its change: this section is not computed anew. Constants were not fitted again after
+the changes of the first list; a new fit would lower the error of the fitted rows from 2.3 to 1.8 % (H100) and from 7.3
+to 7.1 % (A100).
 
 *Causes that were found, each from a source, without a constant fitted for it:*
 
@@ -407,7 +408,7 @@ def sensitivity(found: Sequence[SpeedUp]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=Path, default=ROOT.parent / "shared" / "workloads")
     given = parser.parse_args()
     begin_s = time.perf_counter()

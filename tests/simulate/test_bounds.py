@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.cost.attention_kernels import range_counts
+from steelyard.cost.peak_memory import Recompute
 from steelyard.cost.profiles import load_profile
 from steelyard.domain.arrays import int_column
 from steelyard.domain.degrees import Degrees
@@ -33,8 +35,8 @@ STREAMS = (
 def scenarios(draw: st.DrawFn) -> Scenario:
     """Any that an adviser may meet, and more."""
     policy = draw(st.sampled_from(["packed", "wlb", "per_document_cp", "balanced", "balanced"]))
-    stage = draw(st.sampled_from([1, 1, 2, 4]))
-    context = draw(st.sampled_from([1, 2, 4]))
+    stage = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    context = draw(st.sampled_from([1, 2, 3, 4]))
     virtual = 2 if stage == 2 and policy != "balanced" and draw(st.booleans()) else 1
     micro_batches = draw(st.sampled_from([2, 4] if virtual == 2 else [1, 2, 3, 5]))
     degrees = Degrees(draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 8])), context, stage, virtual)
@@ -44,13 +46,14 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return BASE.replace(
         profile=BASE.profile.replace(kernels=load_profile(kernel).kernels), degrees=degrees, chunk_tokens=chunk,
         micro_batches=micro_batches, policy=policy, ping_pong=policy == "balanced" and draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "feed_forward", "alternate", "token_wise", "full"])),
+        recompute=draw(st.sampled_from(get_args(Recompute))),
         sharding=draw(st.sampled_from(["none", "optimizer", "full"])),
         context_exchange=draw(st.sampled_from(["gather", "gather", "gather_overlapped", "ring"])),
         fused=draw(st.booleans()), tensor_overlap=draw(st.booleans()), gradient_overlap=draw(st.booleans()),
         sequence_parallel=draw(st.booleans()), chunked_loss=draw(st.booleans()), keep_received=draw(st.booleans()),
         cut_documents=draw(st.booleans()), hidden_gather=draw(st.sampled_from([0.0, 0.5])),
-        extra_overhead=draw(st.sampled_from([0.0, 0.1])),
+        extra_overhead=draw(st.sampled_from([0.0, 0.1])), exchange_overhead_s=draw(st.sampled_from([0.0, 1e-3])),
+        skip_optimizer=draw(st.booleans()), sliced_state=draw(st.booleans()), speed=draw(st.sampled_from([1.0, 0.7])),
     )  # fmt: skip
 
 

@@ -30,11 +30,34 @@ def test_answers_come_by_the_number_of_their_task(processes: int) -> None:
         assert [workers.answer(g) for g in reversed(given)] == [n * n for n in range(7, 0, -1)]
 
 
-def test_an_error_of_a_task_is_raised_where_its_answer_is_fetched() -> None:
-    with WorkerProcesses(work, 2) as workers:
-        number = workers.give(-3)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_of_a_task_is_raised_where_its_answer_is_fetched(processes: int) -> None:
+    with WorkerProcesses(work, processes) as workers:
+        bad, *good = [workers.give(n) for n in (-3, 2, 3, 4)]
+        assert [workers.answer(number) for number in good] == [4, 9, 16]
         with pytest.raises(DataError, match="-3 is negative"):
-            workers.answer(number)
+            workers.answer(bad)
+        assert workers.answer(workers.give(5)) == 25, "who raised it goes on"
+        for number in (bad, 99):
+            with pytest.raises(AssertionError, match=f"task {number} was not given, or its answer was fetched"):
+                workers.answer(number)
+
+
+def test_an_answer_that_cannot_be_sent_is_told() -> None:
+    with WorkerProcesses(lambda task: (lambda: task) if task else task, 2) as workers:
+        wrong, right = workers.give(1), workers.give(0)
+        with pytest.raises(TypeError, match="the answer of a worker process cannot be sent"):
+            workers.answer(wrong)
+        assert workers.answer(right) == 0
+
+
+def test_a_worker_that_was_killed_while_it_had_nothing_to_do_is_told() -> None:
+    with WorkerProcesses(work, 2) as workers:
+        for process in workers._processes:
+            process.kill()
+            process.join()
+        with pytest.raises(PeerError, match=r"a worker process has ended \(exit code -9\)"):
+            workers.answer(workers.give(1))
 
 
 def test_a_killed_worker_is_told() -> None:
@@ -54,7 +77,7 @@ def work(task):
         sum(range(1000))
     return bytes(1 << 20)  # more than a pipe holds
 
-workers = WorkerProcesses(work, 3)
+workers = WorkerProcesses(work, 3).__enter__()
 for seconds in (0.0, 0.3, 60.0, 0.0, 0.3):
     workers.give(seconds)
 print(*[p.pid for p in workers._processes], flush=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from steelyard.cost.profiles import load_profile
 from steelyard.domain.arrays import int_column
 from steelyard.domain.shapes import LLAMA3_8B
-from steelyard.errors import UsageError
+from steelyard.errors import PlanError, UsageError
 from steelyard.simulate import workloads
 from steelyard.simulate.documents import (
     Documents,
@@ -135,6 +135,22 @@ def test_distributions() -> None:
     lengths = lognormal_documents(1000, 1.0, 4000).lengths
     assert int(lengths.max()) == 4000
     assert 900 < float(np.median(lengths)) < 1100
+
+
+def test_rounds_that_cannot_be_planned_are_not_taken_for_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, calls = request(policy="balanced", micro_batches=8), iter(range(100))
+    place = workloads._place
+
+    def third_fails(pieces: object, request: WorkRequest) -> object:
+        if next(calls) == 2:
+            raise PlanError("no plan for this round")
+        return place(pieces, request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workloads, "_place", third_fails)
+    cache = WorkloadCache(STREAM)
+    with pytest.raises(PlanError):
+        cache.first_rounds(asked, 4)
+    assert len(cache.work(asked).tokens) == 16
 
 
 @pytest.mark.parametrize("changes", [{"stage": 3}, {"nano_batches": 2}, {"stage": 2, "nano_batches": 2}, {"data": 8}])

@@ -16,6 +16,9 @@ DESCRIPTION = """\
 Measure matrix products, attention, memory and transfers on this machine's CPU cores and write a device profile for
 `steelyard simulate`. Takes well under five minutes; other work on the machine makes its figures worse."""
 
+RESTLESS = 0.3
+"""Error of the fits above which it is said that the machine was not quiet."""
+
 
 @dataclass(frozen=True)
 class CalibrateFlags:
@@ -65,6 +68,11 @@ def run(argv: Sequence[str], *, debug: bool = False) -> int:
             + f"in {format_time(took_s)}; use it: steelyard simulate CONFIG.toml --cluster.device {flags.out}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
+        if profile.time_error > RESTLESS:
+            output.console.print(
+                f"[yellow]warning[/yellow]: the fits are {profile.time_error:.0%} off what was measured: the machine "
+                "was busy, or its cores changed their speed; measure again when it is quiet", soft_wrap=True,
+            )  # fmt: skip
         output.result(
             {
                 "profile": str(flags.out),

@@ -19,6 +19,8 @@ from steelyard.simulate.step import StepEstimate
 from steelyard.simulate.sweep import Outcome, SearchSpace, base_scenario, candidates, outcome_from
 
 FINALISTS = 8
+CONTENDERS = 12
+"""So many are estimated over all batches, and the best are listed: over a few batches neighbours change places."""
 WORTH = 1.02
 """What is offered beside the search must be this many times as fast as the best."""
 
@@ -111,11 +113,12 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
         )
     search = Search(tried, documents, seed=config.sampling.seed, processes=processes, limit=limit)
     with search:
-        best, late = _best_of(search, config.sampling.batches)
+        best, behind = _best_of(search, config.sampling.batches)
     rescue = None if base.chunked_loss else _chunked_loss(search, best, documents, config.sampling.batches, processes)
-    again = {number for number, _ in [*best, *late]}
+    again = {number for number, _ in [*best, *behind]}
     others = [(number, outcome) for number, outcome in search.outcomes.items() if number not in again]
-    rest = sorted([*((n, outcome_from(e)) for n, e in late), *others], key=lambda found: (place_of(found[1]), found[0]))
+    others += [(number, outcome_from(estimate)) for number, estimate in behind]
+    rest = sorted(others, key=lambda found: (place_of(found[1]), found[0]))
     unfit["does not fit in memory"] += len(search.refused)
     return Advice(
         outcomes=[*(outcome_from(e) for _, e in best), *(outcome for _, outcome in rest)],
@@ -130,20 +133,21 @@ def advise(config: SimulateConfig, *, tokens_per_step: int, limit: int = 1000, p
 
 
 def _best_of(search: Search, batches: int) -> tuple[list[tuple[int, StepEstimate]], list[tuple[int, StepEstimate]]]:
-    """The first ones estimated over all batches, best first, until there are enough that fit; and those among them that
-    turn out not to fit, since a later batch has more in memory. All with their numbers."""
+    """The first ones estimated over all batches until there are enough that fit: the best of them, best first; and the
+    others, with those that turn out not to fit, since a later batch has more in memory. All with their numbers."""
     found: dict[int, StepEstimate] = {}
-    want = FINALISTS
+    want = CONTENDERS
     while True:
         search.run(want)
         first = [number for number, outcome in search.ranking()[:want] if not outcome.refused]
         found |= search.estimates([number for number in first if number not in found], batches)
         late = [(n, e) for n, e in found.items() if e.memory.verdict == "does not fit"]
-        if len(first) < want or want - len(late) >= FINALISTS:
+        if len(first) < want or want - len(late) >= CONTENDERS:
             break
-        want = FINALISTS + len(late)
-    best = [(n, e) for n, e in found.items() if e.memory.verdict != "does not fit"]
-    return sorted(best, key=lambda pair: (place_of(outcome_from(pair[1])), pair[0])), late
+        want = CONTENDERS + len(late)
+    fit = [(n, e) for n, e in found.items() if e.memory.verdict != "does not fit"]
+    fit.sort(key=lambda pair: (place_of(outcome_from(pair[1])), pair[0]))
+    return fit[:FINALISTS], [*fit[FINALISTS:], *late]
 
 
 def _chunked_loss(

@@ -113,6 +113,7 @@ def fit_profile(samples: Samples, base: DeviceProfile, *, name: str) -> DevicePr
         f"peak_{samples.precision}_flops": (peak, f"best of {len(samples.products)} products"),
         "gemm_efficiency": (1.0, "the peak is a measured one"),
         "gemm_half_size": (half_size, f"fitted on {len(samples.products)} products, mean error {product_error:.1%}"),
+        "node_size": (samples.transfers[0].ranks if samples.transfers else 1, "as many processes as were measured"),
         "memory_bytes": (float(samples.memory_bytes), "as the system reports it"),
         "memory_bytes_per_s": (samples.copy_bytes_per_s, "a copy, bytes read and written"),
         "time_error": (min(1.0, max(0.1, product_error + kernel_error)), "errors of the fits, 10 to 100 %"),

@@ -170,6 +170,7 @@ class Search:
         self._workers = WorkerProcesses(_Estimator(documents, seed), processes)
 
     def __enter__(self) -> Search:
+        self._workers.__enter__()
         return self
 
     def __exit__(

@@ -64,11 +64,12 @@ class StepEstimate:
 
     @property
     def band_s(self) -> tuple[float, float]:
-        """Within which a measured mean is expected: the profile's error and twice the spread of the mean together."""
+        """Within which a measured mean is expected: the profile's error and twice the spread of the mean together, as a
+        factor either way."""
         mean = self.step_time_s
         spread = 2 * float(self.step_s.std()) / max(1, len(self.step_s)) ** 0.5 / mean if mean else 0.0
         half = (self.scenario.profile.time_error**2 + spread**2) ** 0.5
-        return mean * (1 - half), mean * (1 + half)
+        return mean / (1 + half), mean * (1 + half)
 
     @property
     def tokens_per_s_per_device(self) -> float:

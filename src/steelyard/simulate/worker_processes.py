@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess, parent_process
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from steelyard.errors import PeerError
 
@@ -26,22 +26,20 @@ Answer = TypeVar("Answer")
 
 
 class WorkerProcesses(Generic[Task, Answer]):
-    """`processes` workers; with one, tasks are done here when they are given. Use as a context.
+    """`processes` workers; with one, tasks are done here when they are given. A context: entering it starts them.
 
     Args:
         work: done with each task, in the worker; picklable where processes cannot be forked.
     """
 
     def __init__(self, work: Callable[[Task], Answer], processes: int) -> None:
-        self._work = work
-        self._answers: dict[int, Answer] = {}
+        self._work, self._number = work, processes
+        self._answers: dict[int, tuple[bool, Answer | Exception]] = {}
         self._queue: deque[tuple[int, Task]] = deque()
         self._given = 0
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._busy: dict[Connection, int] = {}
-        if processes > 1:
-            self._start(processes)
 
     def _start(self, processes: int) -> None:
         forks = "fork" in multiprocessing.get_all_start_methods()
@@ -64,7 +62,7 @@ class WorkerProcesses(Generic[Task, Answer]):
             self._queue.append((number, task))
             self._hand_out()
         else:
-            self._answers[number] = self._work(task)
+            self._answers[number] = _done(self._work, task)
         return number
 
     def answer(self, number: int) -> Answer:
@@ -72,36 +70,49 @@ class WorkerProcesses(Generic[Task, Answer]):
 
         Raises:
             PeerError: a worker was ended from outside.
+            Exception: what the task raised, whatever other tasks did.
         """
+        waiting = [*self._answers, *self._busy.values(), *(given for given, _ in self._queue)]
+        assert number in waiting, f"task {number} was not given, or its answer was fetched before"
         while number not in self._answers:
             for connection in wait(list(self._busy)):
                 assert isinstance(connection, Connection)
                 self._receive(connection)
             self._hand_out()
-        return self._answers.pop(number)
+        done, content = self._answers.pop(number)
+        if not done:
+            assert isinstance(content, Exception)
+            raise content
+        return cast(Answer, content)
 
     def _hand_out(self) -> None:
         for connection in self._connections:
             if self._queue and connection not in self._busy:
                 number, task = self._queue.popleft()
                 self._busy[connection] = number
-                connection.send(task)
+                try:
+                    connection.send(task)
+                except OSError as error:
+                    raise self._ended(connection) from error
 
     def _receive(self, connection: Connection) -> None:
         try:
-            done, content = connection.recv()
+            answer = connection.recv()
         except (EOFError, OSError) as error:
-            process = self._processes[self._connections.index(connection)]
-            process.join(1)
-            raise PeerError(
-                f"a worker process has ended (exit code {process.exitcode}), expected an answer; if memory ran out, "
-                "a step of fewer tokens or fewer worker processes need less"
-            ) from error
-        if not done:
-            raise content
-        self._answers[self._busy.pop(connection)] = content
+            raise self._ended(connection) from error
+        self._answers[self._busy.pop(connection)] = answer
+
+    def _ended(self, connection: Connection) -> PeerError:
+        process = self._processes[self._connections.index(connection)]
+        process.join(1)
+        return PeerError(
+            f"a worker process has ended (exit code {process.exitcode}), expected an answer; if memory ran out, "
+            "a step of fewer tokens or fewer worker processes need less"
+        )
 
     def __enter__(self) -> WorkerProcesses[Task, Answer]:
+        if self._number > 1:
+            self._start(self._number)
         return self
 
     def __exit__(
@@ -131,15 +142,21 @@ def _serve(connection: Connection, not_ours: list[Connection], work: Callable[[T
             task = connection.recv()
         except (EOFError, OSError):
             return
-        answer: tuple[bool, object]
-        try:
-            answer = True, work(task)
-        except Exception as error:
-            answer = False, error
+        answer = _done(work, task)
         try:
             connection.send(answer)
         except OSError:  # nobody is there to hear it
             return
+        except Exception as error:  # what cannot be pickled is told, and this worker goes on
+            connection.send((False, TypeError(f"the answer of a worker process cannot be sent: {error}")))
+
+
+def _done(work: Callable[[Task], Answer], task: Task) -> tuple[bool, Answer | Exception]:
+    """True and the answer to a task, or False and what it raised."""
+    try:
+        return True, work(task)
+    except Exception as error:
+        return False, error
 
 
 def _leave_with_parent() -> None:

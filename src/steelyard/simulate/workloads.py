@@ -138,12 +138,18 @@ class WorkloadCache:
         if request not in self._begun:
             self._begun[request] = [], self._all_rounds(request)
         rounds, more = self._begun[request]
-        rounds += itertools.islice(more, count - len(rounds))
+        try:
+            rounds += itertools.islice(more, count - len(rounds))
+        except BaseException:  # it gives nothing more: begun again, it would pass for all there is
+            del self._begun[request]
+            raise
         return _stack(rounds[:count], np.zeros(0), request.stage)
 
     def _plan(self, request: WorkRequest) -> RankWork:
-        rounds, more = self._begun.pop(request, ([], self._all_rounds(request)))
-        return _stack([*rounds, *more], whole_pairs(self.documents, request), request.stage)
+        begun, more = self._begun.pop(request, ([], self._all_rounds(request)))
+        rounds = [*begun, *more]
+        assert len(rounds) == request.rounds * request.batches
+        return _stack(rounds, whole_pairs(self.documents, request), request.stage)
 
     def _all_rounds(self, request: WorkRequest) -> Iterator[Columns]:
         """Work of all rounds of all batches, one after another."""
