@@ -5,28 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from configurations import SMALL, load
 
 from steelyard.cost.profiles import load_profile, profile_toml
 from steelyard.errors import UsageError
-from steelyard.settings import load_toml
 from steelyard.simulate.advise import Advice, advise, as_json, describe
-from steelyard.simulate.config import SimulateConfig
 from steelyard.simulate.search import place_of
 from steelyard.simulate.step import simulate_step
 from steelyard.simulate.sweep import outcome_from
 
-SMALL = """
-[cluster]
-device = "H200"
-nodes = 2
-[parallel]
-tensor = 4
-[run]
-chunk_tokens = 16384
-[documents]
-median = 1000
-sigma = 1.5
-"""
 WIDE_HEAD = """
 [model]
 name = "qwen3-0.6b"
@@ -40,12 +27,6 @@ longest = 65536
 [sampling]
 batches = 2
 """
-
-
-def load(text: str, tmp_path: Path) -> SimulateConfig:
-    path = tmp_path / "c.toml"
-    path.write_text(text)
-    return load_toml(SimulateConfig, path)
 
 
 def check_numbers(advice: Advice) -> None:

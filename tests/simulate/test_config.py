@@ -6,33 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from configurations import SMALL, load
 
 from steelyard.cost.profiles import load_profile
 from steelyard.errors import UsageError
-from steelyard.settings import load_toml
 from steelyard.simulate.answer import not_modelled
-from steelyard.simulate.config import SimulateConfig, shape_from_file
+from steelyard.simulate.config import shape_from_file
 from steelyard.simulate.documents import uniform_documents
 from steelyard.simulate.step import simulate_step
-
-SMALL = """
-[cluster]
-device = "H200"
-nodes = 2
-[parallel]
-tensor = 4
-[run]
-chunk_tokens = 16384
-[documents]
-median = 1000
-sigma = 1.5
-"""
-
-
-def load(text: str, tmp_path: Path) -> SimulateConfig:
-    path = tmp_path / "c.toml"
-    path.write_text(text)
-    return load_toml(SimulateConfig, path)
 
 
 def test_data_takes_what_the_other_degrees_leave(tmp_path: Path) -> None:

@@ -5,33 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from configurations import SMALL, load
 
 from steelyard.errors import UsageError
-from steelyard.settings import load_toml
 from steelyard.simulate.config import SimulateConfig
 from steelyard.simulate.sites import SiteEstimate, decisive, estimate_sites, site_scenario, together
 from steelyard.simulate.workloads import WorkloadCache
 
-BASE = """
-[cluster]
-device = "H200"
-nodes = 2
-[parallel]
-tensor = 4
-[run]
-chunk_tokens = 65536
-[documents]
-median = 1000
-sigma = 1.5
-[sampling]
-batches = 2
-"""
-
-
-def load(text: str, tmp_path: Path) -> SimulateConfig:
-    path = tmp_path / "c.toml"
-    path.write_text(text)
-    return load_toml(SimulateConfig, path)
+BASE = SMALL.replace("16384", "65536") + "[sampling]\nbatches = 2\n"
 
 
 def sites(text: str, tmp_path: Path) -> tuple[SimulateConfig, list[SiteEstimate]]:

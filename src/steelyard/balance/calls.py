@@ -53,15 +53,15 @@ def difference(by_rank: Sequence[Sequence[Called]]) -> str:
 
     A call that only one of them has told of, since it is further on, is no difference.
     """
-    first = {called[:3]: called[3] for called in by_rank[0]}
+    first: dict[tuple[int, int, int], tuple[int, str]] = {}
     for rank, calls in enumerate(by_rank):
         for step, nano_batch, layer, text in calls:
-            own = first.get((step, nano_batch, layer), text)
+            told, own = first.setdefault((step, nano_batch, layer), (rank, text))
             if own != text:
                 pairs = zip(own.split(", "), text.split(", "), strict=True)
                 here, there = zip(*(pair for pair in pairs if pair[0] != pair[1]), strict=True)
                 return (
-                    f"attention of layer {layer} in step {step}: {', '.join(here)} on rank 0 and {', '.join(there)} on "
-                    f"rank {rank}"
+                    f"attention of layer {layer} in step {step}: {', '.join(here)} on rank {told} and "
+                    f"{', '.join(there)} on rank {rank}"
                 )
     return ""
